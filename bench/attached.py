@@ -20,9 +20,8 @@ from bench.figure import Figure, Ratio
 from bench.start import PRODUCERS, TAIL
 from broker_sidecar.config import Config
 from broker_sidecar.data import Data
-from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.client.broker import ATTACH
+from seqdedupe.client.broker import ATTACH, AttachRequest, AttachResponse, Begin, EndReplay, Register, ReplayStep
 from seqdedupe.limits import MAX_NAMES_AT_ONCE
 from seqdedupe.testing import Sidecar
 from seqdedupe.topic.attached import Columns
@@ -67,7 +66,7 @@ def _tail() -> list[bytes]:
     for first in range(0, TAIL, REPLAY_ROWS):
         numbers = np.arange(first, first + REPLAY_ROWS)
         positions = numbers.astype(">u8").tobytes()
-        replay = wire.Replay(
+        replay = ReplayStep(
             handles=(numbers % PRODUCERS).astype("<i4").tobytes(),
             sequence_ids=numbers.astype("<i8").tobytes(),
             position_offsets=offsets,
@@ -75,7 +74,7 @@ def _tail() -> list[bytes]:
             previous_position_offsets=offsets,
             previous_positions=before + positions[: -len(SNAPSHOT)],
         )
-        made.append(wire.AttachRequest(replay=replay).SerializeToString())
+        made.append(AttachRequest(replay=replay).SerializeToString())
         before = positions[-len(SNAPSHOT) :]
     return made
 
@@ -85,10 +84,10 @@ def _registers() -> list[bytes]:
     made = []
     for first, names in _names(PRODUCERS):
         column = Binary.of_all(names)
-        register = wire.Register(
+        register = Register(
             first_handle=first, producer_name_offsets=column.offsets.tobytes(), producer_names=column.data
         )
-        made.append(wire.AttachRequest(register=register).SerializeToString())
+        made.append(AttachRequest(register=register).SerializeToString())
     return made
 
 
@@ -97,15 +96,15 @@ async def _attach(address: str, messages: list[bytes]) -> None:
     async with grpc.aio.insecure_channel(address, options=setup.LARGE) as channel:
         method: Any = channel.stream_stream(ATTACH)
         call = method()
-        await call.write(wire.AttachRequest(begin=wire.Begin(topic=setup.TOPIC)).SerializeToString())
-        attached = wire.AttachResponse.FromString(await call.read()).attached
+        await call.write(AttachRequest(begin=Begin(topic=setup.TOPIC)).SerializeToString())
+        attached = AttachResponse.FromString(await call.read()).attached
         if attached.replay_after != (SNAPSHOT if messages else b""):
             raise RuntimeError(f"the snapshot is not there: {attached}")
-        token = wire.AttachRequest(token=attached.token).SerializeToString()
+        token = AttachRequest(token=attached.token).SerializeToString()
         for message in messages:
             await call.write(token + message)
-        end = wire.EndReplay(last_position=(TAIL - 1).to_bytes(len(SNAPSHOT), "big") if messages else b"")
-        await call.write(wire.AttachRequest(token=attached.token, end_replay=end).SerializeToString())
+        end = EndReplay(last_position=(TAIL - 1).to_bytes(len(SNAPSHOT), "big") if messages else b"")
+        await call.write(AttachRequest(token=attached.token, end_replay=end).SerializeToString())
         await answer(call)
 
 

@@ -18,9 +18,18 @@ import numpy as np
 from bench import setup
 from bench.echo import ECHO
 from bench.figure import Figure, Ratio, over
-from seqdedupe import wire
 from seqdedupe.batch import Binary
-from seqdedupe.client.broker import ATTACH
+from seqdedupe.client.broker import (
+    ATTACH,
+    AttachRequest,
+    AttachResponse,
+    Begin,
+    Check,
+    EndReplay,
+    Register,
+    ReplayStep,
+    Report,
+)
 from seqdedupe.testing import Sidecar
 
 NAMES = 100
@@ -34,7 +43,7 @@ _topics = itertools.count()
 
 def _register() -> Any:
     names = Binary.of_all([b"producer-%d" % i for i in range(NAMES)])
-    return wire.Register(producer_name_offsets=names.offsets.tobytes(), producer_names=names.data)
+    return Register(producer_name_offsets=names.offsets.tobytes(), producer_names=names.data)
 
 
 def _columns(frame: int, rows: int) -> dict[str, bytes]:
@@ -49,10 +58,10 @@ def _checks(token: int, rows: int) -> list[bytes]:
     """Each also reports what was checked `IN_FLIGHT` messages before, which is answered when this one may be sent."""
     made = []
     for frame in range(ROWS // rows):
-        request = wire.AttachRequest(token=token, checks=[wire.Check(frame=frame, **_columns(frame, rows))])
+        request = AttachRequest(token=token, checks=[Check(frame=frame, **_columns(frame, rows))])
         if frame >= IN_FLIGHT:
             oldest = (frame - IN_FLIGHT) * rows
-            request.report.MergeFrom(wire.Report(first_admission=oldest, persisted=rows, position=b"%d" % frame))
+            request.report.MergeFrom(Report(first_admission=oldest, persisted=rows, position=b"%d" % frame))
         made.append(request.SerializeToString())
     return made
 
@@ -65,22 +74,22 @@ def _replays(token: int, rows: int) -> list[bytes]:
         previous_offsets, previous = offsets, (ids - 1).astype(">u8").tobytes()
         if frame == 0:
             previous_offsets, previous = np.maximum(offsets - POSITION_BYTES, 0), previous[POSITION_BYTES:]
-        replay = wire.Replay(
+        replay = ReplayStep(
             **_columns(frame, rows),
             position_offsets=offsets.tobytes(),
             positions=ids.tobytes(),
             previous_position_offsets=previous_offsets.tobytes(),
             previous_positions=previous,
         )
-        made.append(wire.AttachRequest(token=token, replay=replay).SerializeToString())
+        made.append(AttachRequest(token=token, replay=replay).SerializeToString())
     return made
 
 
 async def _begun(call: Any) -> int:
     """The token of a topic that is attached, its names registered."""
-    await call.write(wire.AttachRequest(begin=wire.Begin(topic=f"t{next(_topics)}")).SerializeToString())
-    token: int = wire.AttachResponse.FromString(await call.read()).attached.token
-    await call.write(wire.AttachRequest(token=token, register=_register()).SerializeToString())
+    await call.write(AttachRequest(begin=Begin(topic=f"t{next(_topics)}")).SerializeToString())
+    token: int = AttachResponse.FromString(await call.read()).attached.token
+    await call.write(AttachRequest(token=token, register=_register()).SerializeToString())
     return token
 
 
@@ -90,7 +99,7 @@ async def answer(call: Any) -> Any:
         data = await call.read()
         if data is grpc.aio.EOF:
             raise RuntimeError(f"the stream has ended: {await call.code()} {await call.details()}")
-        answer = wire.AttachResponse.FromString(data)
+        answer = AttachResponse.FromString(data)
         if answer.checked or answer.HasField("ready"):
             return answer
 
@@ -100,7 +109,7 @@ async def _decisions(address: str, rows: int) -> float:
         method: Any = channel.stream_stream(ATTACH)
         call = method()
         token = await _begun(call)
-        await call.write(wire.AttachRequest(token=token, end_replay=wire.EndReplay()).SerializeToString())
+        await call.write(AttachRequest(token=token, end_replay=EndReplay()).SerializeToString())
         await answer(call)
         checks = _checks(token, rows)
         room = asyncio.Semaphore(IN_FLIGHT)
@@ -134,8 +143,8 @@ async def _replay(address: str, rows: int) -> float:
         began = time.perf_counter()
         for replay in replays:
             await call.write(replay)
-        end = wire.EndReplay(last_position=last)
-        await call.write(wire.AttachRequest(token=token, end_replay=end).SerializeToString())
+        end = EndReplay(last_position=last)
+        await call.write(AttachRequest(token=token, end_replay=end).SerializeToString())
         await answer(call)
         return ROWS / (time.perf_counter() - began)
 

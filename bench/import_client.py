@@ -58,7 +58,7 @@ def figure(folder: Path) -> Iterator[Figure]:
                 "message": first_message,
             },
             ratios=[
-                Ratio("client ÷ what it needs", over("client", "what it needs"), at_most=1.4, aim=1.15),
+                Ratio("client ÷ what it needs", over("client", "what it needs"), at_most=1.3, aim=1.15),
                 Ratio("client ÷ what any client with generated code needs", over("client", "with generated code")),
                 Ratio("first message", lambda m: m["message, first"] * 1000, unit="ms"),
                 Ratio("second message", lambda m: m["message, second"] * 1000, unit="ms"),

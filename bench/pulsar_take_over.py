@@ -20,8 +20,8 @@ from bench.pulsar_setup import KEYS, NAMESPACE
 from pulsar_broker.distribution import get
 from pulsar_broker.standalone import Broker
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 
 MESSAGES = 200_000
@@ -52,16 +52,13 @@ async def _read(broker: Broker, topic: str, entry_format: EntryFormat) -> float:
     async def nobody(*_: object) -> Any:
         raise NotImplementedError
 
-    client = pulsar.asyncio.Client(broker.service_url, logger=_quiet())
     admin = PulsarAdmin(AdminUrl(broker.admin_url))
     shared = PulsarResources(
-        client,
         "one",
         "host:6680",
         lambda: time.time_ns() // 1_000_000,
         nobody,
         admin,
-        lambda: client,
         nobody,
         Brokers(broker.service_url),
     )
@@ -72,7 +69,6 @@ async def _read(broker: Broker, topic: str, entry_format: EntryFormat) -> float:
     if list(log.earlier.values()) != [MESSAGES // PRODUCERS - 1] * PRODUCERS:
         raise RuntimeError(f"found: {log.earlier}")
     await log.close()
-    await client.close()
     return MESSAGES / seconds
 
 

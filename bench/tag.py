@@ -10,9 +10,8 @@ import numpy as np
 from bench.figure import Arm, Figure, Ratio, over
 from seqdedupe.batch import Int64s
 from seqdedupe.format import headers, records
-from seqdedupe.format.columns import COLUMNS_END
 from seqdedupe.format.headers import NO_KEY, key_of
-from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.layout import COLUMNS_END, layout_columns
 from seqdedupe.log.embedded.writer import GROUP_APPENDS
 from tests.batches import batch
 

@@ -22,8 +22,8 @@ from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_runs import Piece
 from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.format import layout
-from seqdedupe.format.columns import PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.layout import PLACES
 from seqdedupe.limits import WindowLimits
 
 IDS = int(os.environ.get("SEQDEDUPE_BENCH_WINDOW", "10000000"))

@@ -1,8 +1,8 @@
 """`python -m broker_sidecar`: the sidecar. Every configuration key is also a flag.
 
-Begin with `main`. `_run` has the steps of a start, and `find_problems` looks for what these steps would refuse. Most
-imports are in functions: a start that is refused does not wait for them, and the folder for compiled kernels is chosen
-before kernels are imported.
+Begin with `main`. `_run` contains the steps of a start. `find_problems` finds the problems that these steps would
+refuse. Most imports are in functions. So a start that is refused does not wait for the imports, and the folder for
+compiled kernels is chosen before kernels are imported.
 """
 
 import argparse
@@ -43,13 +43,14 @@ def turn_off_event_engine() -> None:
         os.environ.setdefault(_VARIABLE, _THE_OLDER_WAY)
 
 
-# Before the import of gRPC, which some modules below import. It would write a line for each compressed call and each
-# failed handshake: any client that can connect could fill a disk.
+# Set this before the import of gRPC, which some modules below import. Otherwise gRPC would write a line for each
+# compressed call and each failed handshake, so any client that can connect could fill a disk.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 turn_off_event_engine()
 
 from broker_sidecar.config import (  # noqa: E402
     KEYS,
+    LISTENING,
     Config,
     examine,
     flag_of,
@@ -63,7 +64,7 @@ from seqdedupe.files import in_use, owner_of  # noqa: E402
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        # One line, like every error: argparse's usage would put a screen of flags above it.
+        # Print one line, like every error. argparse's usage would print a screen of flags above the line.
         self.exit(EXIT_WRONG, f"seqdedupe: {message}{'' if message.endswith('?') else '.'} See {self.prog} --help.\n")
 
 
@@ -124,8 +125,8 @@ def main(argv: list[str] | None = None, *, prog: str = "broker_sidecar") -> int:
 
 
 def _dev_config(file: Path | None, given: dict[str, Any], held: ExitStack) -> Config:
-    """Return the configuration of `--dev`. Its folder is removed when `held` ends, also if SIGTERM arrives before the
-    sidecar serves."""
+    """Return the configuration of `--dev`. The data folder is removed when `held` ends, even if SIGTERM arrives before
+    the sidecar serves."""
     from broker_sidecar.connections import check_nobody_listens
 
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
@@ -172,7 +173,7 @@ def _run(
         workers.divide(config, count)
         if count > 1:
             return workers.run(config, count, flags, lock)
-        for key in ("listen", "also_listen", "metrics_listen", "pulsar_listen"):
+        for key in LISTENING:
             if text := getattr(config, key):
                 check_nobody_listens(SidecarAddress.parse(text), key)
     except (SeqdedupeError, OSError) as e:
@@ -303,7 +304,7 @@ def _rules(config: Config) -> Iterator[Problem]:
     if config.rules_file:
         from seqdedupe.format import jit
 
-        jit.compile_later()  # rules match names by kernels, and these are few
+        jit.compile_later()  # rules match names with kernels, and plain functions are fast enough here
         from broker_sidecar.security.rules import read_rules
 
         read_rules(Path(config.rules_file))
@@ -324,8 +325,8 @@ def _peers(config: Config) -> Iterator[Problem]:
 def _pulsar(config: Config) -> Iterator[Problem]:
     if config.log != "pulsar":
         return
-    if importlib.util.find_spec("pulsar") is None:
-        what = "log = 'pulsar' needs the package pulsar-client, which is not installed"
+    if importlib.util.find_spec("cramjam") is None:
+        what = "log = 'pulsar' needs the package cramjam, which is not installed"
         hint = INSTALL_HINT.format("sidecar,pulsar")
         yield Problem(error("INVALID_CONFIGURATION", what, hint=hint, key="log"))
     if path := config.pulsar.tls_trust_certs_file_path:
@@ -335,10 +336,12 @@ def _pulsar(config: Config) -> Iterator[Problem]:
 
 
 def _addresses(config: Config) -> Iterator[Problem]:
-    for key in ("listen", "also_listen", "metrics_listen", "pulsar_listen"):
-        if text := getattr(config, key):
+    from broker_sidecar.workers import addresses_of
+
+    for key in LISTENING:
+        for address in addresses_of(getattr(config, key), max(1, config.workers)):
             try:
-                yield from _address(SidecarAddress.parse(text), key)
+                yield from _address(address, key)
             except SeqdedupeError as e:
                 yield Problem(e, ends_start=False)  # a process listens there: it may be the sidecar itself
 
@@ -365,7 +368,7 @@ _TLS_KEYS = ("tls_certificate_file", "tls_key_file", "tls_client_ca_file")
 
 _LOOKS: tuple[tuple[tuple[str, ...], Callable[[Config], Iterator[Problem]]], ...] = (
     (("data_directory", "log", "workers"), _data_directory),
-    (("listen", "also_listen", "metrics_listen", "pulsar_listen"), _addresses),
+    ((*LISTENING, "workers"), _addresses),
     ((), _backup_directory),
     ((), _audit_file),
     (("data_directory", "authentication"), _own_token),

@@ -1,4 +1,4 @@
-"""The sidecar's configuration: its keys, their invalid values, and the sources of values.
+"""The sidecar's configuration: all keys, the checks of their values, and the sources of values.
 
 `Config` contains all keys, and `PulsarConfig` the keys of the table `[pulsar]`. `check` finds values that contradict
 each other, and values that require a value for a second key. `load` takes values from a TOML file, from `SEQDEDUPE_*`
@@ -13,12 +13,13 @@ import tomllib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from itertools import combinations
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from seqdedupe.address import SidecarAddress
+from seqdedupe.address import MAX_PORT, SidecarAddress
 from seqdedupe.client.credentials import VARIABLES
 from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
@@ -186,7 +187,7 @@ class Config:
     authentication: str = key(
         "token",
         "`token`: every call needs the data directory's token, or credentials by the keys below. "
-        "`none`: everybody may do everything.",
+        "`none`: every caller may do everything.",
     )
     token_keys_file: str = key("", "File of public keys (JWKS) that verify JSON Web Tokens.")
     token_audience: str = key("", "Value that `aud` of a JSON Web Token must have. Required with `token_keys_file`.")
@@ -306,6 +307,10 @@ _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 EVERYWHERE = ("0.0.0.0", "[::]", "*")
 """Hosts at which a server can listen, but to which no client can connect."""
 
+LISTENING = ("listen", "also_listen", "metrics_listen", "pulsar_listen")
+"""The keys with addresses at which the sidecar listens."""
+_ADVERTISED = ("advertised_address", "advertised_pulsar_address")
+
 
 def problems_of(config: Config) -> Problems:
     """Yield all problems, each INVALID_CONFIGURATION or INSECURE_LISTEN."""
@@ -341,6 +346,7 @@ def _check_values(config: Config) -> Problems:
         if getattr(config, key) not in words:
             *others, last = words
             yield invalid(key, f"is {getattr(config, key)!r}: it should be {', '.join(others)} or {last}")
+    yield from _check_pattern(config, "instance_name", _INSTANCE_NAME)
     if not _SOCKET_MODE.fullmatch(config.socket_mode):
         yield invalid("socket_mode", f"is {config.socket_mode!r}: it should be three octal digits, like 660")
 
@@ -362,20 +368,15 @@ def _check_authentication(config: Config) -> Problems:
 
 def _check_listen(config: Config) -> Problems:
     addresses = {name: _address(config, name) for name in ("listen", "also_listen") if getattr(config, name)}
-    if config.tls_certificate_file and all(address.path for address in addresses.values()):
-        yield invalid(
-            "tls_certificate_file", f"has no effect with listen = {config.listen!r}: Unix sockets are not encrypted"
-        )
+    is_unencrypted = all(address.path for address in addresses.values()) and not config.pulsar_listen
+    if config.tls_certificate_file and is_unencrypted:
+        why = f"has no effect with listen = {config.listen!r}: Unix sockets are not encrypted"
+        yield invalid("tls_certificate_file", why)
     if len(addresses) > 1 and len({address.path for address in addresses.values()}) == 1:
-        yield invalid(
-            "also_listen",
-            f"is {config.also_listen!r}: it must differ from listen, and one of the two must be a Unix socket",
-        )
+        why = f"is {config.also_listen!r}: it must differ from listen, and one of the two must be a Unix socket"
+        yield invalid("also_listen", why)
     for name, address in addresses.items():
-        if not config.tls_certificate_file:
-            yield from _check_reach(config, name, address, "nothing is encrypted")
-        elif config.authentication == "none":
-            yield from _check_reach(config, name, address, "callers are not authenticated")
+        yield from _check_reach(config, name, address)
 
 
 def _check_metrics_listen(config: Config) -> Problems:
@@ -383,16 +384,14 @@ def _check_metrics_listen(config: Config) -> Problems:
         address = _address(config, "metrics_listen", "host:port")
         if address.path:
             yield _no_address(config, "metrics_listen", "host:port")
-        is_open = "neither encrypts nor authenticates"
-        yield from _check_reach(config, "metrics_listen", address, is_open)
+        yield from _check_reach(config, "metrics_listen", address, "neither encrypts nor authenticates")
 
 
 def _check_pulsar_listen(config: Config) -> Problems:
     if not config.pulsar_listen:
-        if config.pulsar.serve_consumers:
-            yield invalid("pulsar.serve_consumers", "has no effect without pulsar_listen")
-        if config.advertised_pulsar_address:
-            yield invalid("advertised_pulsar_address", "has no effect without pulsar_listen")
+        for name in ("pulsar.serve_consumers", "advertised_pulsar_address"):
+            if attrgetter(name)(config):
+                yield invalid(name, "has no effect without pulsar_listen")
         return
     if config.pulsar.serve_consumers and config.log != "pulsar":
         yield invalid("pulsar.serve_consumers", "has no effect without log = 'pulsar'")
@@ -404,20 +403,24 @@ def _check_pulsar_listen(config: Config) -> Problems:
     address = _address(config, "pulsar_listen", "host:port")
     if address.path:
         yield _no_address(config, "pulsar_listen", "host:port")
-    if config.log == "broker" or config.workers > 1 or config.shards:
-        why = "it needs all topics in one process, on the sidecar's own log or a Pulsar cluster's"
+    elif (config.workers > 1 or config.shards) and address.host in EVERYWHERE and not config.advertised_pulsar_address:
+        why = f"is needed: pulsar_listen = {config.pulsar_listen!r} is no address that clients can connect to"
+        yield invalid("advertised_pulsar_address", why)
+    if config.log == "broker":
+        why = "with log = 'broker', a broker has the topics, and its clients connect to the broker"
         yield invalid("pulsar_listen", f"is {config.pulsar_listen!r}: {why}")
     if config.tls_client_crl_file:
         yield invalid("pulsar_listen", "does not look at tls_client_crl_file: revoked clients could connect there")
-    if not config.tls_certificate_file:
-        yield from _check_reach(config, "pulsar_listen", address, "nothing is encrypted")
-    elif config.authentication == "none":
-        yield from _check_reach(config, "pulsar_listen", address, "callers are not authenticated")
+    yield from _check_reach(config, "pulsar_listen", address)
 
 
-def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str) -> Problems:
+def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: str = "") -> Problems:
     """Report an address that other machines can reach without protection, unless the operator has allowed it."""
-    if not address.is_local and not config.allow_insecure_listen:
+    if not is_open and not config.tls_certificate_file:
+        is_open = "nothing is encrypted"
+    elif not is_open and config.authentication == "none":
+        is_open = "callers are not authenticated"
+    if is_open and not address.is_local and not config.allow_insecure_listen:
         why = f"{name} = {getattr(config, name)!r} can be reached from other machines, and {is_open}"
         yield error("INSECURE_LISTEN", why, key=name)
 
@@ -426,13 +429,26 @@ def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
         host = _address(config, "listen").host
         if (config.log == "pulsar" or config.workers > 1) and host in EVERYWHERE:
-            yield invalid(
-                "advertised_address", f"is needed: listen = {config.listen!r} is no address that clients can connect to"
-            )
+            why = f"is needed: listen = {config.listen!r} is no address that clients can connect to"
+            yield invalid("advertised_address", why)
         return
     address = _address(config, "advertised_address")
     if address.host in EVERYWHERE or not (address.port or address.path):
         yield invalid("advertised_address", f"is {config.advertised_address!r}: clients cannot connect to this address")
+
+
+def _check_ports(config: Config) -> Problems:
+    """Report ports that do not exist, or that several workers would use: each worker has the next port."""
+    if config.workers > 1:
+        used = {name: _address(config, name) for name in (*LISTENING, *_ADVERTISED) if getattr(config, name)}
+        for name, address in used.items():
+            if address.port + config.workers - 1 > MAX_PORT:
+                yield invalid(name, f"is {address}: the {config.workers} workers would have ports above {MAX_PORT}")
+        for (name, one), (other, two) in combinations([(key, used[key]) for key in LISTENING if key in used], 2):
+            are_apart = one.host != two.host and {one.host, two.host}.isdisjoint(EVERYWHERE)
+            is_same_host = not are_apart or ("localhost" in (one.host, two.host) and one.is_local and two.is_local)
+            if one.port and two.port and is_same_host and abs(one.port - two.port) < config.workers:
+                yield invalid(other, f"is {two}: the {config.workers} workers would also have ports of {name}")
 
 
 def _check_peers(config: Config) -> Problems:
@@ -467,10 +483,6 @@ def _check_shards(config: Config) -> Problems:
     yield from _check_pattern(config, "cluster_id", CLUSTER_ID)
 
 
-def _check_instance_name(config: Config) -> Problems:
-    yield from _check_pattern(config, "instance_name", _INSTANCE_NAME)
-
-
 def _check_pulsar(config: Config) -> Problems:
     if config.log == "pulsar":
         yield from config.pulsar.problems()
@@ -486,9 +498,9 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
     _check_metrics_listen,
     _check_pulsar_listen,
     _check_advertised,
+    _check_ports,
     _check_peers,
     _check_shards,
-    _check_instance_name,
     _check_pulsar,
 )
 
@@ -623,7 +635,7 @@ def for_dev(file: Path | None, flags: Mapping[str, Any], folder: str, listen: st
                 hint=f"Omit --dev, or {name}.",
                 key=name,
             )
-    # No warning that messages are kept for ever is needed: they are not.
+    # No warning about unlimited retention is needed, because messages are not kept forever.
     dev = {"listen": listen, "log_format": "text", "default_retention_size_in_mb": -1}
     return _accepted(dev | values | {"data_directory": folder, "authentication": "none"}, sources)
 
@@ -647,8 +659,8 @@ def _in_file(file: Path) -> dict[str, Any]:
 
 
 def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]:
-    """Return the configuration made of the values that have the types of their keys, and the problems of the other
-    values."""
+    """Return a configuration with all values that can be converted to the types of their keys, and the problems of all
+    other values."""
     tables: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     problems: list[SeqdedupeError] = []
     for name, value in values.items():
@@ -667,7 +679,7 @@ def _converted(values: Mapping[str, Any]) -> tuple[Config, list[SeqdedupeError]]
 
 
 def _convert(name: str, value: Any) -> Any:
-    """Return a value from a file, the environment or a flag in the key's type."""
+    """Convert a value from a file, the environment or a flag to the type of the key."""
     kind = type(KEYS[name].default)
     if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"

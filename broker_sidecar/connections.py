@@ -24,7 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import IPv6Address, ip_address
 from itertools import chain
@@ -142,7 +142,8 @@ class PeerEnd(NamedTuple):
 
 @dataclass(slots=True)
 class TcpConnection:
-    """A TCP connection, as the looks have found it. All its times are by the clock of the looks."""
+    """A TCP connection, with the data from the regular checks of all connections (`_look`). All times come from the
+    clock of these checks."""
 
     inode: int
     descriptor: int
@@ -226,12 +227,13 @@ class TcpConnections:
         """The number of connections that were ended, by reason."""
 
     def count(self) -> tuple[int, int]:
-        """Return the number of connections with an authenticated call, and of those without."""
+        """Return the number of connections with an authenticated call, and the number of connections without one."""
         known = [one.is_known for one in self._open.values()]
         return sum(known), len(known) - sum(known)
 
     def server_options(self) -> tuple[tuple[str, int], ...]:
-        """Return gRPC's own limits, which hold on a Unix socket too. It counts each port's connections separately."""
+        """Return gRPC's own limits, which also apply to a Unix socket. gRPC counts the connections of each port
+        separately."""
         return (
             ("grpc.max_allowed_incoming_connections", self._limit),
             ("grpc.max_connection_idle_ms", int(IDLE_SECONDS * 1000)),
@@ -239,7 +241,7 @@ class TcpConnections:
         )
 
     def called(self, subject: Subject) -> None:
-        """Note a call from this caller. (A caller without a name may only ask for the sidecar's health.)"""
+        """Record a call from this caller. (A caller without a name may only ask for the sidecar's health.)"""
         if (place := _place_of_peer(subject.address)) is None:
             return
         if subject.name:
@@ -250,8 +252,8 @@ class TcpConnections:
     async def has_to_answer(self, peer: str) -> bool:
         """Return whether to answer a call from this peer, whose caller is unknown.
 
-        If there are too many such calls, this returns only after a delay. During the delay the client has its maximum
-        number of calls open.
+        If the address makes too many such calls, this method returns only after a delay. During the delay the client
+        has its maximum number of calls open.
         """
         if not peer:
             # gRPC has already ended the call, for example because it was compressed, and no longer knows the call's
@@ -305,7 +307,7 @@ class TcpConnections:
             )
 
     async def _look(self, ports: Set[int]) -> float:
-        """Find the open connections and update their state. Return the seconds of work."""
+        """Find the open connections and update their state. Return the duration of this work in seconds."""
         self._looks += 1
         found: dict[int, TcpConnection] = {}
         others: set[int] = set()
@@ -340,7 +342,8 @@ class TcpConnections:
         return work_seconds + time.perf_counter() - began
 
     def _new(self, descriptor: int, inode: int, ports: Set[int]) -> TcpConnection | None:
-        """Return the connection with this descriptor, None if it is not to these ports. Raises OSError."""
+        """Return the connection with this descriptor; None if the connection is not to one of these ports. Raises
+        OSError."""
         with _duplicate(descriptor, inode) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
@@ -352,12 +355,12 @@ class TcpConnections:
         return TcpConnection(inode, descriptor, peer, address, self._looks, self._now, self._now + CALL_SECONDS)
 
     def _learn(self) -> None:
-        """Note the callers since the last look."""
+        """Record the callers since the last look."""
         streaming = {_place_of_peer(peer) for peer in self._streaming()}
         places = self._places = {one.place: one for one in self._open.values()}
         for one in self._open.values():
-            # The connection began after the look before the one that found it. A call before that look used another
-            # connection.
+            # The connection began after the look that preceded the look which found the connection. A call before that
+            # time used another connection.
             one.is_known = one.is_known or self._known.get(one.place, -1) >= one.first_look - 1
             one.has_stream = one.place in streaming
             if (asked_at := self._asked.get(one.place)) is not None:
@@ -382,7 +385,8 @@ class TcpConnections:
             self._counting_until = self._now + CALLS_SECONDS
 
     def _is_loud(self, one: TcpConnection) -> bool:
-        """Whether the address is loud, and this connection has made several calls, none of them authenticated."""
+        """Whether the address is loud, and this connection has made several calls without a single authenticated
+        call."""
         if one.is_known or one.place in self._known or one.address not in self._loud_until:
             return False
         return self._unknown_calls[one.place] > LOUD_SPARED
@@ -400,7 +404,7 @@ class TcpConnections:
         yield from ((one, "half") for one in _largest(beyond, MAX_HALF_BYTES))
 
     def _holding_calls(self) -> Iterator[tuple[TcpConnection, str]]:
-        """Do the same for calls that wait without an answer, with MAX_HELD_BYTES."""
+        """Do the same as `_holding_halves` for calls that wait for an answer, with the limit MAX_HELD_BYTES."""
         holding = [(one.half_bytes, one) for one in self._open.values() if one.held_calls and not one.has_ended]
         yield from ((one, "loud") for one in _largest(holding, MAX_HELD_BYTES))
 
@@ -468,7 +472,8 @@ def address_that_counts(address: bytes) -> bytes:
 
 
 def origin_of(peer: str) -> bytes | str:
-    """Return a call's origin from its peer as gRPC writes it: the address that counts, or on this machine a connection.
+    """Return a call's origin, computed from gRPC's text for the peer. The origin is the peer's address. For a peer on
+    this machine, the origin is a single connection.
 
     (A Unix socket does not identify connections.)"""
     place = _place_of_peer(peer)
@@ -479,7 +484,7 @@ _all_taken: "WeakValueDictionary[PeerEnd, Taken]" = WeakValueDictionary()
 
 
 def taken_from(peer: str) -> Taken:
-    """Return the counts of this peer, to which its calls add. A Unix socket's counts have no effect."""
+    """Return the counters of this peer, which its calls increase. The counters of a Unix socket have no effect."""
     place = _place_of_peer(peer)
     return Taken() if place is None else _taken_at(place)
 
@@ -493,7 +498,7 @@ def _taken_at(place: PeerEnd) -> Taken:
 def _duplicate(descriptor: int, inode: int) -> socket.socket:
     """Return the socket with this inode under a separate descriptor.
 
-    Raises OSError if the descriptor is no socket, or already another one."""
+    Raises OSError if the descriptor is not a socket, or now belongs to another socket."""
     number = os.dup(descriptor)
     try:
         if os.fstat(number).st_ino != inode:
@@ -505,7 +510,7 @@ def _duplicate(descriptor: int, inode: int) -> socket.socket:
 
 
 def _place_of(name: tuple[Any, ...]) -> PeerEnd:
-    """Return the address and port of a TCP socket. An IPv4 address is the same in both of its forms."""
+    """Return the address and port of a TCP socket. An IPv4 address in IPv6 form is converted to IPv4."""
     address = ip_address(str(name[0]).partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return PeerEnd((mapped or address).packed, int(name[1]))
@@ -513,7 +518,8 @@ def _place_of(name: tuple[Any, ...]) -> PeerEnd:
 
 @lru_cache(1 << 16)
 def _place_of_peer(peer: str) -> PeerEnd | None:
-    """Return the same for a peer as gRPC writes it, such as `ipv6:%5B::1%5D:6650`; None if it does not use TCP."""
+    """Return address and port of a peer in gRPC's form, such as `ipv6:%5B::1%5D:6650`; None if the peer does not use
+    TCP."""
     family, _, rest = unquote(peer).partition(":")
     if family not in ("ipv4", "ipv6"):
         return None
@@ -561,8 +567,8 @@ def why_not_bound(address: SidecarAddress) -> OSError | None:
 class SocketPath:
     """The path of a Unix socket. This process owns the path until `close`.
 
-    gRPC removes every file at the path on which it listens, both when it begins and when it ends. So gRPC listens at a
-    temporary path in the same folder, and the socket is then renamed to its final path.
+    gRPC removes every file at the path on which it listens, when it begins to listen and when it stops. So gRPC listens
+    at a temporary path in the same folder, and the socket is then renamed to its final path.
     """
 
     def __init__(self, address: SidecarAddress, mode: int, key: str) -> None:
@@ -598,7 +604,7 @@ class SocketPath:
         # The temporary name is random. A process ID is not enough, because a process in another container may have the
         # same ID and use the same folder.
         own = self._path.with_name(f".{secrets.token_hex(_NAME_BYTES)}")
-        add_port(replace(self._address, path=str(own)))
+        add_port(self._address._replace(path=str(own)))
         own.chmod(self._mode)
         made = _identity(own)
         own.rename(self._path)

@@ -58,8 +58,8 @@ class Data:
     """The data directory of a sidecar. It has `topics` if the sidecar writes the logs itself, and `brokers_topics` if a
     broker writes them.
 
-    Raises INVALID_CONFIGURATION if there are logs although the key `log` states that they are elsewhere. Raises the
-    errors of `Store.open` and `LogCluster`.
+    Raises INVALID_CONFIGURATION if the directory contains logs although the key `log` has a value other than
+    `embedded`. Raises the errors of `Store.open` and `LogCluster`.
     """
 
     def __init__(
@@ -150,7 +150,8 @@ class Data:
 
     @property
     def clock_ahead_ms(self) -> int:
-        """By how many milliseconds the clock was ahead of the last trusted time at the start, if suspicious; else 0."""
+        """The number of milliseconds by which the clock was ahead of the last trusted time at the start, if suspicious;
+        else 0."""
         return self._clock.ahead_ms
 
     def has_moved(self, record: TopicRecord) -> bool:
@@ -160,7 +161,7 @@ class Data:
     def begin_looking(self) -> None:
         """Start the background checks: of the clock; for messages that retention drops; for damage, if configured.
 
-        In a cluster, also look for new topics, and fetch the state of topics that have none here."""
+        In a cluster, also look for new topics, and fetch the state of topics whose state is missing in this sidecar."""
         self.all_topics.in_background(self._clock.keep_looking())
         if self.logs is not None and self.topics is not None:
             self.topics.in_background(_keep_trimming(self.topics))
@@ -172,8 +173,8 @@ class Data:
             self.all_topics.in_background(fetching.run())
 
     def listens(self, address: SidecarAddress) -> None:
-        """Note the address at which the sidecar listens. This address is advertised unless the configuration contains
-        another one."""
+        """Record the address at which the sidecar listens. This address is advertised unless the configuration contains
+        an advertised address."""
         advertised = self._config.advertised_address
         reached_at = str(SidecarAddress.parse(advertised) if advertised else address)
         if self.cluster is not None and not advertised:
@@ -187,8 +188,6 @@ class Data:
         """Close files, locks, connections and threads."""
         if self.logs is not None:
             await self.logs.close()
-        if self.cluster is not None:
-            await self.cluster.close()
         await asyncio.to_thread(self.store.close)
 
 
@@ -201,8 +200,8 @@ def _names(store: Store) -> dict[int, tuple[str, int]]:
 def _remove_arrivals(store: Store, logs: EmbeddedLogs) -> None:
     """Drop topics that were still arriving from other sidecars when the process ended.
 
-    If something cannot be removed now, a later start removes it. The folders are removed last, because they show which
-    parts the store still has.
+    Data that cannot be removed now is removed by a later start. The folders are removed last, because they show which
+    parts are still in the store.
     """
     try:
         coming = logs.empty_arrivals()
@@ -226,7 +225,7 @@ async def _keep_looking(topics: Topics[Any]) -> None:
 
 
 async def _keep_trimming(topics: Topics[Topic]) -> None:
-    """Trim one topic after the other, so that other work gets its turn for any number of topics."""
+    """Trim one topic after the other, so that other work gets its turn even with very many topics."""
     while True:
         await asyncio.sleep(RETENTION_SECONDS)
         for entry in topics.registry:
@@ -265,7 +264,7 @@ def _cluster(config: Config, store: Store) -> "LogCluster":
 
 
 def _check_no_logs(log: str, folder: Path) -> None:
-    """Raise INVALID_CONFIGURATION if there are logs: without records in the store they would go unnoticed."""
+    """Raise INVALID_CONFIGURATION if there are logs. Logs without records in the store would otherwise be ignored."""
     if folder.is_dir() and incarnations(folder):
         raise error(
             "INVALID_CONFIGURATION", f"log = {log!r}: the data directory has embedded logs, in {folder}",

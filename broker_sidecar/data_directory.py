@@ -1,5 +1,5 @@
-"""The data directory. It is created if necessary, locked, and checked before anything in it is opened. `data.py` opens
-its contents."""
+"""The data directory. This module creates the directory if necessary, locks it, and checks it before any file in it is
+opened. `data.py` opens its contents."""
 
 import asyncio
 import errno
@@ -17,7 +17,7 @@ from seqdedupe.files import DIRECTORY_LOCK, Lock, locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE, SHARDS_FILE, WORKERS_FILE
 
 PRIVATE = 0o077
-"""The umask: only the user that the sidecar runs as may read what it writes."""
+"""The umask. Only the sidecar's user may read the files that the sidecar writes."""
 
 LOOK_SECONDS = 1.0
 """The time between looks at the lock's file."""
@@ -36,13 +36,13 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 _DATA = ("store", "logs")
 _OWN = (DIRECTORY_LOCK, *_DATA, SHARDS_FILE, WORKERS_FILE)
-"""The files that a sidecar makes in its directory, and that only its user may read."""
+"""The files that a sidecar creates in its directory. Only the sidecar's user may read these files."""
 
 
 def prepare(folder: Path) -> None:
     """Make the directory if it does not exist.
 
-    Raises INVALID_CONFIGURATION if it cannot be made or written to, or belongs to another user."""
+    Raises INVALID_CONFIGURATION if the directory cannot be made or written to, or belongs to another user."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as e:
@@ -55,9 +55,10 @@ def prepare(folder: Path) -> None:
 
 
 def check_usable(folder: Path, there: Path) -> None:
-    """Raise INVALID_CONFIGURATION unless this process can read and write in `there`: later attempts would fail as well.
+    """Raise INVALID_CONFIGURATION unless this process can read and write in the folder `there`.
 
-    `there` is the data directory, a part of it, or for a directory that does not exist its nearest existing parent.
+    `there` is the data directory or a part of it. If the directory does not exist, `there` is the nearest existing
+    parent.
     """
     try:
         is_read_only = bool(os.statvfs(there).f_flag & os.ST_RDONLY)
@@ -120,7 +121,8 @@ def has_data(folder: Path) -> bool:
 
 
 def check_is_no_backup(folder: Path) -> None:
-    """Raise INVALID_CONFIGURATION for a backup: a sidecar would append to files that it shares with other backups."""
+    """Raise INVALID_CONFIGURATION if the directory is a backup: a sidecar would append to files that this backup shares
+    with other backups."""
     for part in (folder, *folder.glob("worker-*")):
         if (part / MANIFEST_FILE).exists():
             raise error(
@@ -150,13 +152,14 @@ def ended_by(e: SeqdedupeError | OSError, folder: Path) -> int:
 
 
 _TRIED_AGAIN = ("STORE_UNAVAILABLE", "LOG_REFUSED", "LOG_UNREADABLE", "AUDIT_UNAVAILABLE")
-"""Errors that a running sidecar retries, as their hints say. A sidecar that has ended does not."""
+"""Errors whose hints state that the sidecar retries. This is true only of a running sidecar, not of a sidecar that has
+ended."""
 
 _AT_END = "Fix the problem that the message names, and start the sidecar again."
 
 
 def _failed(folder: Path, e: OSError) -> SeqdedupeError:
-    """Return the error for an error of the operating system. A full disk gives no file name."""
+    """Convert an error of the operating system. If the disk is full, the error contains no file name."""
     number, why = e.errno or 0, os.strerror(e.errno) if e.errno else str(e)
     if e.filename is None and number in _HINTS:
         return _unusable(folder, number, why)

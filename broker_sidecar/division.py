@@ -65,7 +65,7 @@ class _Part:
 def change(folder: Path, count: int) -> None:
     """Change the directory's number of workers to `count`, or resume such a change. Blocks.
 
-    The caller has the directory's lock. If this is interrupted at any point, the next call resumes. Raises
+    The caller has the directory's lock. If this is interrupted at any point, the next call resumes the change. Raises
     DIRECTORY_IN_USE if a worker still runs. Before anything is moved, raises INVALID_CONFIGURATION, LOG_DAMAGED,
     STORE_MISSING, STORE_DAMAGED, SHARD_CLAIMED_TWICE if the change is impossible. Raises STORE_UNAVAILABLE; OSError.
     """
@@ -86,7 +86,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
     2. Check that nothing prevents the change, and that every log is complete without its journal.
     3. Record in the directory that it is changing.
     4. Make the new parts in `moving`, with all records of the stores.
-    5. Rename the logs into them.
+    5. Rename the logs into the new parts.
     6. Rename `moving` to `moved`: the old stores are not needed any more.
     7. Put each new part in its place.
 
@@ -111,7 +111,7 @@ def _change(folder: Path, split: Split, count: int) -> None:
         if split.to is None:
             _check(folder, split, count, old)  # 2
             if (folder / MOVED).exists():
-                # It has no files. From here on its existence has a meaning.
+                # The folder has no files. From now on the existence of the folder has a meaning.
                 shutil.rmtree(folder / MOVED)
                 sync_folder(folder)
             split = Split(split.cluster_id, split.workers, count)
@@ -193,9 +193,10 @@ def _check_topic(part: _Part, record: TopicRecord, replay: JournalReplay) -> Non
 
 
 def _has_moved(folder: Path, name: str) -> bool:
-    """Return whether another sidecar has the topic, and knows that.
+    """Return whether it is certain that another sidecar has the topic.
 
-    Raises INVALID_CONFIGURATION if two sidecars still have to agree on it: workers do not do that."""
+    Raises INVALID_CONFIGURATION if a move of the topic is not finished. Workers cannot finish a move.
+    """
     is_known = log_folder.moved_to(folder) is not None
     if log_folder.leaving_to(folder) is not None or (folder / log_folder.ARRIVED_FILE).exists():
         raise _refused(f"topic {name} is being moved from one sidecar to another, and only one of them has recorded it")
@@ -235,7 +236,8 @@ async def _make_all(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 async def _fill(new: Store, shards: frozenset[int], old: Sequence[_Part]) -> None:
-    """Copy topics with these shards, and all namespaces' policies, each from the part with the namespace's shard."""
+    """Copy the topics with these shards, and the policies of all namespaces. Each policy comes from the part with the
+    namespace's shard."""
     records = []
     for part in old:
         for namespace, policy in part.store.namespace_policies():
@@ -282,7 +284,8 @@ def _move_logs(folder: Path, split: Split, old: Sequence[_Part]) -> None:
 
 
 def _take_places(folder: Path, split: Split) -> None:
-    """Put each new part in its place. If a new part is still in `moved`, the old part is still in that place."""
+    """Replace each old part of the directory by the new part in the folder `moved`. As long as a new part is still in
+    `moved`, its old part has not been replaced."""
     targets = [place for place, _ in places(folder, split.to or 0)]
     others = [place for place, _ in places(folder, split.workers) if place not in targets]
     for place in targets:

@@ -73,8 +73,8 @@ class Gate(Wrapping):
 
     1. The call is counted, in any case.
     2. The caller is identified before anything is received. If unknown callers make too many calls, they wait.
-    3. A request that is one message is received. Only few requests of one caller are received at the same time, and
-       none for long. A stream is read by its handler.
+    3. A request that is one message is received. Only a few requests of one caller are received at the same time, and
+       each only for a limited time. A stream is read by its handler.
     4. The rules judge the call and its request.
     5. An operator's change is written to the audit trail before the change is made, and before the call is answered.
     6. The handler answers. The handler of a stream is in `Streams.handler`, which finds a place for the stream.
@@ -150,7 +150,8 @@ class Gate(Wrapping):
 
 
 class Closed(grpc.GenericRpcHandler):
-    """All calls that no service has. Otherwise gRPC itself would answer them, for any caller and in any number.
+    """Handles all calls that no service has. Otherwise gRPC itself would answer these calls, for any caller and in any
+    number.
 
     An unknown caller learns no more here than from any other call, and waits if unknown callers make too many calls.
     """
@@ -162,7 +163,7 @@ class Closed(grpc.GenericRpcHandler):
         self._handler: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(self._refuse)
 
     def service(self, _: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any]":
-        """Return the handler. gRPC asks for it after all other services."""
+        """Return the handler for the call. gRPC calls this method only if no other service has the call."""
         return self._handler
 
     async def _refuse(self, _: Any, context: Context) -> None:
@@ -177,10 +178,11 @@ class Closed(grpc.GenericRpcHandler):
 
 
 class _Receiving:
-    """A receiver for the requests of one caller, or of all unknown callers: few at the same time, and none for long.
+    """Receives the requests of one caller, or of all unknown callers. Only a few requests are received at the same
+    time, each for a limited time.
 
-    Free places are given in turn to the origins of the waiting calls. So calls from one origin, in any number, do not
-    delay calls from other origins for long.
+    Free places are assigned in turn to the origins of the waiting calls. So calls from one origin, in any number, do
+    not delay calls from other origins for long.
     """
 
     def __init__(self, whose: str, at_once: int, most_waiting: int, seconds: float, hurry_seconds: float) -> None:
@@ -260,7 +262,7 @@ class _Receiving:
 
 
 async def _receive(context: Context) -> bytes:
-    """Return the request of a call with one message. Raises MALFORMED_MESSAGE if there is none."""
+    """Return the request of a call with one message. Raises MALFORMED_MESSAGE if the call has no message."""
     data: Any = await context.read()
     if data is grpc.aio.EOF:
         raise error("MALFORMED_MESSAGE", "the call has no request")
@@ -297,7 +299,8 @@ class Guard:
         self.permissions = Permissions(self._rules.value if self._rules else NO_RULES, self.trail.denied)
 
     def begin(self, streams: Streams, called: Callable[[Subject], None]) -> None:
-        """Identify callers from now on, and report them to `called`. Make the data directory's token if there is none.
+        """Identify callers from now on, and report them to `called`. Create the data directory's token if it does not
+        exist.
 
         Raises INVALID_CONFIGURATION; OSError.
         """
@@ -358,8 +361,8 @@ R = TypeVar("R")
 
 
 class Visitors:
-    """Calls of AdminService by visitors. As in gRPC, the token identifies the visitor, and the rules apply to the
-    visitor."""
+    """Calls of AdminService by visitors of the web pages. As in gRPC, the token identifies the visitor, and the rules
+    apply to the visitor."""
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard

@@ -1,4 +1,4 @@
-"""The folder that keeps compiled kernels from one start to the next, and what a start does while there are none.
+"""The folder that keeps compiled kernels from one start to the next, and the steps of a start without compiled kernels.
 
 `seqdedupe compile` compiles once for all users of an installation (`compile_for_installation`). A start copies the
 kernels from the installation's folder.
@@ -62,9 +62,9 @@ def prepare(data_directory: str = "") -> bool:
     """Choose the folder for kernels. Return whether the kernels will be compiled now. Call this before importing any
     kernels.
 
-    The folder is in the user's cache folder, if the cache folder and all folders above it belong to this user (or root)
-    and nobody else can write there. Otherwise the folder is in the data directory, if there is one. If neither is
-    writable, there is no folder.
+    The folder is in the user's cache folder. This requires that the cache folder and all its parent folders belong to
+    this user or root, and that no other user can write to these folders. Otherwise the folder is in the data directory,
+    if there is one. If neither is writable, there is no folder.
     """
     folder = _folder(data_directory)
     if folder is None:
@@ -76,9 +76,10 @@ def prepare(data_directory: str = "") -> bool:
 
 
 def compile_first(data_directory: str = "") -> None:
-    """Compile all that a sidecar needs. Print why the start takes long, and the progress.
+    """Compile all kernels that a sidecar needs. Print why the start takes long, and print the progress.
 
-    If this fails, kernels are plain functions, and the log has the reason."""
+    If the compilation fails, kernels stay plain functions, and the log contains the reason.
+    """
     with _Progress() as progress:
         progress.kernels = _import_all()
         if _compile_now():
@@ -89,9 +90,9 @@ def compile_for_installation() -> Path:
     """Compile everything that a sidecar needs, for all users of this installation. Return the folder that contains the
     kernels.
 
-    The folder is in the installation and readable for everyone. If this user cannot write there, it is in the user's
-    cache folder. If the folder is complete, return at once. Raises PermissionError if neither is writable, OSError, and
-    numba's errors.
+    The folder is in the installation and readable for everyone. If this user cannot write to that folder, the kernels
+    are in the user's cache folder. If the folder is complete, return at once. Raises PermissionError if neither is
+    writable, OSError, and numba's errors.
     """
     folder = _installed_folder()
     is_for_all = _made(folder.parents[1], folder.parent.name, folder.name) and _is_closed(folder)
@@ -114,7 +115,7 @@ def compile_for_installation() -> Path:
 
 
 def _import_all() -> int:
-    """Import all kernels as plain functions. Return how many they are."""
+    """Import all kernels as plain functions. Return the number of kernels."""
     jit.compile_later()
     for name in _NEEDS_ALL:
         importlib.import_module(name)
@@ -122,7 +123,7 @@ def _import_all() -> int:
 
 
 def _compile_now(goes_on: Callable[[], bool] = lambda: True) -> bool:
-    """Compile. Return whether that succeeded; otherwise the log has the reason."""
+    """Compile the kernels. Return whether the compilation succeeded. After a failure the log contains the reason."""
     kernels = jit.plain_kernels()
     try:
         jit.compile_now(goes_on)
@@ -169,10 +170,10 @@ def _tell(text: str) -> None:
 
 
 def compiled(data_directory: str = "") -> None:
-    """Note that later starts need not compile. Call this after `prepare`, when all modules of the sidecar are
+    """Record that later starts need not compile. Call this after `prepare`, when all modules of the sidecar are
     imported."""
     folder = _folder(data_directory)
-    # On a full disk fewer kernels are kept. That is no reason not to start.
+    # On a full disk not all kernels are stored. The sidecar starts nevertheless.
     with suppress(OSError):
         if folder is not None:
             (folder / _COMPLETE).touch()
@@ -262,7 +263,7 @@ class CompilingBeside:
 def main() -> None:
     """Compile the kernels for a sidecar with this data directory (`python -m broker_sidecar.kernels DIRECTORY`)."""
     threading.Thread(target=_end_with_input, daemon=True).start()
-    # Without permission to change its niceness, it keeps the normal one.
+    # Without permission to change the niceness, the process keeps its normal niceness.
     with suppress(OSError):
         os.nice(_NICENESS)
     data_directory = sys.argv[1]
@@ -296,7 +297,8 @@ def _installed_folder() -> Path:
 
 
 def _copy_installed(folder: Path) -> None:
-    """Copy the kernels of `compile_for_installation`: numba only uses kernels from a folder that it can write to."""
+    """Copy the kernels that `compile_for_installation` has compiled, because numba only uses kernels in a folder that
+    it can write to."""
     installed = _installed_folder()
     # A user who can write to the installation has the code in any case, so the folders above it are not checked.
     with suppress(OSError):
@@ -352,7 +354,7 @@ def _cache_home() -> Path | None:
 
 
 def _made(home: Path, *names: str) -> bool:
-    """Make `home` and these nested folders if they do not exist. Return whether the last one is writable."""
+    """Make `home` and these nested folders if they do not exist. Return whether the innermost folder is writable."""
     last = home.joinpath(*names)
     try:
         for folder in (*reversed(home.parents), home, *(home.joinpath(*names[: i + 1]) for i in range(len(names)))):
@@ -375,13 +377,13 @@ def _is_safe(place: Path) -> bool:
     found = place.lstat()
     if found.st_uid not in (0, os.geteuid()):
         return False
-    # For a link only the owner counts. In a sticky folder other users cannot replace our files.
+    # For a symbolic link, only the owner is checked. In a sticky folder, other users cannot replace our files.
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     return stat.S_ISLNK(found.st_mode) or not others_write
 
 
 def _steps(path: Path) -> Iterator[Path]:
-    """Yield every folder and symbolic link on the way to a path, and the file at its end."""
+    """Yield every folder and symbolic link on the way to a path, and the file at the path itself."""
     at = Path("/")
     yield at
     left = deque(Path(os.path.abspath(path)).parts[1:])

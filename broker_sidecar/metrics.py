@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 #
 # A few topics have separate series, by name; the others share one. With a name for each of ten thousand topics, a
 # scrape would have a hundred thousand lines, which block the interpreter for half a second. Sums over the series are
-# still right, and `seqdedupe topics` shows the single topics.
+# still correct, and `seqdedupe topics` shows each topic.
 
 MAX_NAMED = 100
 """The maximum number of topics with separate series. If there are more topics, the topics whose counts first rose above
@@ -81,8 +81,8 @@ _NOTHING = (0,) * len(COUNTED)
 
 @dataclass(slots=True)
 class Now:
-    """The state of the topics of one series. Each value is the sum over the topics, or for names with max the largest
-    value."""
+    """The state of the topics of one series. A value is the sum over the topics. For a name with `max`, the value is
+    the maximum."""
 
     in_flight_frames: int = 0
     in_flight_bytes: int = 0
@@ -108,7 +108,7 @@ class Now:
 
 @dataclass(slots=True)
 class Looked:
-    """The result of a look at all topics, by series: a topic's name, or OTHER."""
+    """The figures of all topics at one moment, by series. A series has a topic's name, or is OTHER."""
 
     now: dict[str, Now]
     counted: dict[str, list[float]]
@@ -209,7 +209,7 @@ def _look_at(topic: TopicBase, now: Now) -> None:
         now.window_imported += topic.policy.imported.ids if topic.policy.imported is not None else 0
         now.window_imported_missing += topic.ids.imported.is_missing
         for cursor in topic.policy.cursors:
-            # A cursor of another incarnation, or topic, is before all of this.
+            # A cursor of another incarnation or topic is before all messages of this topic.
             first_index = first_unread(cursor.position, topic.incarnation, topic.log.first_index)
             now.max_cursor_lag_messages = max(now.max_cursor_lag_messages, topic.readable_index - first_index)
     if isinstance(topic, Topic) and (frames := len(topic.flight)):
@@ -229,7 +229,7 @@ _COUNTED_BY_TOPIC = {
     "counters.stored_bytes": ("seqdedupe_stored_bytes", "Bytes of stored batches."),
     "counters.refused": (
         "seqdedupe_refused_frames",
-        "Frames of clients and checks of brokers that the sidecar refused.",
+        "Refused frames of clients, and refused checks of brokers.",
     ),
 }
 
@@ -314,22 +314,16 @@ def of_topics(looked: Looked) -> Iterator[Metric]:
     yield verdicts
     for name, (metric, about) in _COUNTED_BY_TOPIC.items():
         counter = CounterMetricFamily(metric, about, labels=("topic",))
-        for topic, sums in looked.counted.items():
-            counter.add_metric((topic,), sums[place[name]])
-        yield counter
+        yield by_label(counter, ((topic, sums[place[name]]) for topic, sums in looked.counted.items()))
     for name, (metric, about) in _COUNTED_IN_ALL.items():
         yield counter_of(metric, about, sum(sums[place[name]] for sums in (looked.gone, *looked.counted.values())))
     for name, (metric, about) in _NOW_BY_TOPIC.items():
         gauge = GaugeMetricFamily(metric, about, labels=("topic",))
-        for topic, now in looked.now.items():
-            gauge.add_metric((topic,), getattr(now, name))
-        yield gauge
+        yield by_label(gauge, ((topic, getattr(now, name)) for topic, now in looked.now.items()))
     for name, (metric, about) in _NOW_IN_ALL.items():
         yield gauge_of(metric, about, sum(getattr(now, name) for now in looked.now.values()))
     states = GaugeMetricFamily("seqdedupe_topics", "Topics in this state.", labels=("state",))
-    for state, count in looked.states.items():
-        states.add_metric((state,), count)
-    yield states
+    yield by_label(states, looked.states.items())
 
 
 def of_calls(methods: Iterable[Method]) -> Iterator[Metric]:
@@ -410,7 +404,7 @@ class Metrics:
         self._loop_delay.close()
 
     def _collect(self) -> Iterator[Metric]:
-        """Yield all metrics except those of the process, which are made elsewhere."""
+        """Yield all metrics of the sidecar. The metrics of the process are collected elsewhere."""
         yield InfoMetricFamily(
             "seqdedupe_build",
             "The version. The value is always 1.",
@@ -423,7 +417,7 @@ class Metrics:
         )
         yield gauge_of(
             "seqdedupe_kernels_compiled",
-            "1 if all kernels are compiled. 0 if not; the sidecar is then slow.",
+            "1 if all kernels are compiled. If the value is 0, the sidecar is slow.",
             not jit.plain_kernels(),
         )
         yield from of_topics(on_loop(self._loop, self._look))
@@ -447,7 +441,7 @@ class Metrics:
         labels = ("credential", "subject")
         about = "When a credential in use expires."
         expiry = GaugeMetricFamily("seqdedupe_credential_expiry_timestamp_seconds", about, labels=labels)
-        about = "Time from begin to expiry of this credential. +Inf for a token without a begin."
+        about = "Time from the start of the credential's validity to its expiry. +Inf for a token without a start time."
         lifetime = GaugeMetricFamily("seqdedupe_credential_lifetime_seconds", about, labels=labels)
         for kind, subject, validity in self._from.authentication.credentials():
             expiry.add_metric((kind, subject), validity.ends_seconds)
@@ -555,7 +549,7 @@ def histogram_of(name: str, about: str, buckets: Buckets) -> Metric:
 
 
 def by_label(metric: CounterMetricFamily | GaugeMetricFamily, values: Iterable[tuple[str, float]]) -> Metric:
-    """Return a metric with one label and a value for each."""
+    """Return a metric with one label, and with one value for each value of the label."""
     for label, value in values:
         metric.add_metric((label,), value)
     return metric

@@ -72,7 +72,7 @@ def status_of(e: SeqdedupeError) -> grpc.Status:
 
 
 def known_code(code: Any) -> grpc.StatusCode | None:
-    """Return a call's code, given as a `StatusCode` or its number; None if none was set."""
+    """Return the code of a call; None if no code was set. `code` is a `StatusCode` or the number of one."""
     return next((known for known in grpc.StatusCode if code is known or code == known.value[0]), None)
 
 
@@ -108,8 +108,10 @@ def parse(kind: type[M], data: bytes) -> M:
         raise error("MALFORMED_MESSAGE", f"the request is not a {kind.DESCRIPTOR.name}") from e
 
 
-def parse_columns(alias: Any, published: type[Message], data: bytes) -> Any:
-    """Return the message in these bytes, in the alias schema of a published one. Raises MALFORMED_MESSAGE."""
+def parse_columns(published: type[Message], data: bytes) -> Any:
+    """Return the message in these bytes, parsed with the alias schema of the published message. Raises
+    MALFORMED_MESSAGE."""
+    alias = wire.alias(published)
     request = parse(alias, data)
     # Columns in pieces or not packed are legal, but the alias schema shows only their last piece or nothing. So a
     # message that is longer than the part shown is read with the published schema.
@@ -120,7 +122,7 @@ def parse_columns(alias: Any, published: type[Message], data: bytes) -> Any:
 
 
 def parse_small(kind: type[M], data: bytes) -> M:
-    """Do as `parse`, for a request that does not publish. Raises INVALID_REQUEST if it is too long."""
+    """Do the same as `parse` for a request that does not publish. Raises INVALID_REQUEST if the request is too long."""
     check_small(kind, data)
     return parse(kind, data)
 
@@ -132,10 +134,10 @@ def check_small(kind: type[Message], data: bytes) -> None:
         raise error("INVALID_REQUEST", message, size_bytes=len(data), limit_bytes=MAX_CALL_BYTES)
 
 
-def columns(alias: Any, published: type[Message], data: bytes) -> Any:
+def columns(published: type[Message], data: bytes) -> Any:
     """Return a request of the alias schema. Raises the errors of `parse_small`."""
     check_small(published, data)
-    return parse_columns(alias, published, data)
+    return parse_columns(published, data)
 
 
 def field_tags(data: bytes, what: str, most: int) -> Iterator[bytes]:
@@ -194,10 +196,12 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
     @abstractmethod
     def wrap(self, method: str, handle: Handle, found: "grpc.RpcMethodHandler[Any, Any]") -> Handle:
-        """Return the handler of this method, by its full name, around `handle` from `found`. Called once."""
+        """Return the handler of the method with this full name, which wraps `handle` of `found`. This is called once
+        per method."""
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Return the handler, as gRPC asks for it. Raises TypeError for a handler that is not a coroutine function."""
+        """Return the handler in the form that gRPC requires. Raises TypeError for a handler that is not a coroutine
+        function."""
         method = handler_call_details.method
         if method not in self._wrapped:
             found = self._handler.service(handler_call_details)
@@ -219,7 +223,7 @@ class Wrapping(grpc.GenericRpcHandler, ABC):
 
 
 def _shape(*streaming: bool) -> str:
-    """Return gRPC's name for the kind of a handler, by whether the requests and the responses are streams."""
+    """Return gRPC's name for the kind of a handler. The kind depends on whether requests and responses are streams."""
     return "_".join("stream" if streams else "unary" for streams in streaming)
 
 
@@ -284,7 +288,8 @@ _NOWHERE = Method("", "", "")
 
 
 def method_of_call() -> Method:
-    """Return the counts of the current call's method; outside of a call, an object that is never shown."""
+    """Return the counts of the current call's method. Outside of a call, return an object whose counts are never
+    reported."""
     return _method.get(_NOWHERE)
 
 
@@ -299,11 +304,12 @@ class MethodCounts:
         self.methods: dict[str, Method] = {}
 
     def of_others(self) -> Method:
-        """Return the counts of all calls that no service has. Callers choose their names, so they share one entry."""
+        """Return the counts of all calls that no service has. Callers choose the names of such calls freely, so all of
+        these calls share one entry."""
         return self.methods.setdefault(OTHERS, Method("", OTHERS, "unary"))
 
     def of(self, method: str) -> Method:
-        """Return the counts of a method, by its full name. Called once for each."""
+        """Return the counts of a method, by the method's full name. This is called once for each method."""
         service, _, name = method.removeprefix("/").rpartition("/")
         schema: Any = descriptor_pool.Default().FindMethodByName(f"{service}.{name}")
         counts = self.methods[method] = Method(service, name, _KINDS[schema.client_streaming, schema.server_streaming])

@@ -14,7 +14,6 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -124,8 +123,8 @@ class SidecarServer:
         self._web: WebServer | None = None
 
     async def listen(self) -> None:
-        """Open store and logs, then listen. The health is NOT_SERVING. If this raises, no part of the sidecar is left
-        running."""
+        """Open the store and the logs, then listen. The health is NOT_SERVING. If this raises an error, no part of the
+        sidecar keeps running."""
         self._data = Data(self._config, self._topic_changed, **self._repairs)
         self._topics = self._data.all_topics
         self._statistics = Statistics(self._topics, lambda: self._health.is_serving, self._warnings)
@@ -175,7 +174,8 @@ class SidecarServer:
             self._metrics.close()
 
     async def recover(self) -> None:
-        """Recover the topics. Then the health becomes SERVING. A damaged topic has a separate health."""
+        """Recover the topics. Then the sidecar's health becomes SERVING. The health of a damaged topic is reported
+        separately."""
         if self._data.leaving is not None:
             self._data.leaving.go_on()
         await self._topics.recover_all()
@@ -205,7 +205,8 @@ class SidecarServer:
             path.close()
 
     async def _serve_at(self, key: str) -> SidecarAddress:
-        """Start one more server on the address of this key, and return the address with its port, also for port 0.
+        """Start one more server on the address in this key. Return the address with the real port, also if the
+        configured port is 0.
 
         Raises INVALID_CONFIGURATION."""
         address = SidecarAddress.parse(getattr(self._config, key))
@@ -221,7 +222,7 @@ class SidecarServer:
                     self._paths[key] = SocketPath(address, int(self._config.socket_mode, 8), key)
                 self._paths[key].listen(add_port)
             else:
-                address = replace(address, port=add_port(address))
+                address = address._replace(port=add_port(address))
         except (RuntimeError, OSError) as e:
             raise cannot_listen(address, e, key) from e
         self._servers.append(server)
@@ -263,7 +264,8 @@ class SidecarServer:
                     )
 
     def _services(self) -> tuple[list[Any], ReadService | None]:
-        """Return the services' handlers; and the service for readers, None if there is none."""
+        """Return the handlers of the services, and the service for readers. The second value is None if the sidecar has
+        no readers."""
         streams, permissions = self._streams, self._guard.permissions
         services: list[Any] = [self._admin, self._health]
         reading: ReadService | None = None
@@ -282,14 +284,15 @@ class SidecarServer:
                 )
                 cluster, asked = self._data.cluster, self._config.pulsar
                 if cluster is None:
-                    self._door = door()
+                    leaving = self._data.leaving
+                    self._door = door(neighbours=leaving.others if leaving is not None and self._config.peers else None)
                 else:
                     brokers = cluster.shared.brokers
                     passed = BrokersToPass(asked.service_url, cluster.tls, frozenset(cluster.namespaces))
                     self._door = door(
                         brokers.max_entry_bytes if brokers is not None else None,
                         passed if asked.serve_consumers else None,
-                        cluster.door_at if self._config.peers else None,
+                        cluster.neighbours if self._config.peers else None,
                         SchemaRegistry(cluster.shared.admin.upload_schema, asked.entry_format == "native"),
                     )
         if (brokers_topics := self._data.brokers_topics) is not None:
@@ -299,7 +302,8 @@ class SidecarServer:
         return [*handlers, Reflection([*names, REFLECTION_SERVICE], streams).handlers()], reading
 
     def reload(self) -> None:
-        """Read all files again that an operator may replace, and continue in the file with the audit trail's name."""
+        """Read all files again that an operator may replace. Continue the audit trail in the file that now has the
+        trail's name."""
         self._guard.reload()
 
     def _files_read_again(self) -> None:
@@ -319,7 +323,7 @@ class SidecarServer:
         self._health.set(name, state and (SERVING if state is State.SERVING else NOT_SERVING))
 
     async def stop(self) -> None:
-        """Drain: accept no more, finish requests in flight, take durable snapshots, end all calls."""
+        """Drain: accept no more requests, finish requests in flight, take durable snapshots, and end all calls."""
         self._is_stopping = True
         self._health.drain()
         try:
@@ -342,7 +346,8 @@ class SidecarServer:
 
 # -- The limits of open files and connections of this process, and their uses.
 #
-# A topic holds no file while nobody publishes to it, so the number of topics does not matter. A connection holds one.
+# A topic holds no open file while no client publishes to the topic, so the number of topics does not matter. Each
+# connection holds one descriptor.
 
 RESERVE = 64
 """The number of file descriptors reserved for the store, for reading and creating logs, and for all other files of the
@@ -350,7 +355,7 @@ process."""
 
 
 def raise_limit() -> int:
-    """Raise the limit to the highest value that the process may set itself. Return it."""
+    """Raise the limit to the highest value that the process may set. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -474,7 +479,8 @@ _WHILE_SERVING = ((_TRIM_THRESHOLD, 1 << 30), (_TOP_PAD, 64 << 20), (_MMAP_THRES
 
 
 def give_back_freed_memory() -> None:
-    """Make the C library, if it is glibc, return large blocks to the system as soon as start-up frees them.
+    """Make glibc return large memory blocks to the system as soon as code of the start frees these blocks. Do nothing
+    if the C library is not glibc.
 
     Each thread has a separate heap. Memory at the end of a heap could not be returned later, and would be tens of
     megabytes for each thread that reads a log or a snapshot.
@@ -483,7 +489,8 @@ def give_back_freed_memory() -> None:
 
 
 def keep_freed_memory() -> None:
-    """Return to the system what start-up has freed, and from now on keep freed memory, if the C library is glibc.
+    """If the C library is glibc, return memory that start-up has freed to the system, and from now on keep freed
+    memory.
 
     Pages that are returned while the sidecar serves would have to be fetched again, at microseconds per page.
     """

@@ -3,7 +3,7 @@
 - `CallerShares` finds the limits of a caller in the rules.
 - `Use` has the current use of one caller, including bytes per second.
 - `Budget` is the memory that clients make the sidecar hold: frames in flight, unread answers, and pages for readers.
-- `Share` is the part of a budget that one stream or call holds. It counts for its caller's `Use`.
+- `Share` is the part of a budget that one stream or call holds. This memory also counts for the caller's `Use`.
 """
 
 import asyncio
@@ -130,8 +130,8 @@ class Use:
         return wait_seconds
 
     def check(self, what: str, count: int, *, otherwise: int | None = None) -> None:
-        """Raise SHARE_EXCEEDED if `count` is above the limit named `what`. `otherwise` is the limit if the rules set
-        none."""
+        """Raise SHARE_EXCEEDED if `count` is above the limit named `what`. `otherwise` is the limit if the rules do not
+        set this limit."""
         limit = getattr(self.limits, what)
         limit = otherwise if limit is None else limit
         if limit is not None and count > limit:
@@ -140,7 +140,8 @@ class Use:
     def exceeded(
         self, what: str, message: str, retry_delay_ms: int | None = None, limit: int | None = None
     ) -> SeqdedupeError:
-        """Return the error for the limit named `what`. `limit` is the value of the limit if the rules set none."""
+        """Return the error for the limit named `what`. `limit` is the value of the limit if the rules do not set this
+        limit."""
         limit = getattr(self.limits, what) if limit is None else limit
         why = f"the share of {self.name} is exceeded: {message}, and the limit is {limit}"
         return error("SHARE_EXCEEDED", why, retry_delay_ms=retry_delay_ms, share=what, limit=limit)
@@ -215,15 +216,15 @@ TICK_SECONDS = 0.02
 
 
 class Budget:
-    """The memory that all clients together may make the sidecar hold. A stream may hold no more than remains free
-    after the stream has taken its share.
+    """The memory that all clients together may make the sidecar hold. A stream may hold at most as much memory as
+    remains free afterwards.
 
     So a single stream gets at most half of the budget, and each of a hundred streams gets about a hundredth. A small
     request finds room, no matter how many streams there are. `relieve` is called regularly while a stream waits.
 
     A budget `within` an outer budget is for memory that streams receive one after the other (`Share.reserve`). In such
-    an inner budget, the rule applies to the total of each caller: a caller may hold no more than remains free after the
-    caller has taken its share. An inner budget has no room when the outer budget has no room.
+    an inner budget, the rule applies to the total of each caller: a caller may hold at most as much memory as remains
+    free afterwards. If the outer budget has no room, the inner budget has no room either.
     """
 
     def __init__(
@@ -287,8 +288,8 @@ class Budget:
             asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def refuses(self, share: "Share") -> None:
-        """Call `relieve` at once, for a share that is refused instead of waiting. Other streams may hold memory that
-        they do not need."""
+        """Call `relieve` at once, because a share is refused memory and does not wait. Other streams may hold memory
+        that they do not need."""
         self._waiting[share] = None
         self._relieve(self)
         self.wait_no_more(share)
@@ -353,7 +354,7 @@ class Share:
             raise error("QUEUE_FULL", why)
 
     def take(self, size: int) -> None:
-        """Count `size` more bytes, even if they do not fit, because memory that exists must be counted."""
+        """Count `size` more bytes, even above the limit, because allocated memory must be counted."""
         self.held_bytes += size
         self.use.held_bytes += size
         budget = self._budget
@@ -363,7 +364,7 @@ class Share:
             budget.take(self.use, size)
 
     def has_read(self, size: int) -> None:
-        """Set the size of the message that was read last and is not admitted yet."""
+        """Record the size of the message that was read last. This message is not admitted yet."""
         self._budget.read_bytes += size - self._read_bytes
         self._read_bytes = size
 

@@ -1,5 +1,5 @@
-"""All streams that are being served: their limits, and the choice of the streams that are ended to make room for
-others."""
+"""All open streams of the sidecar: the limits for streams, and the choice of streams that are ended to make room for
+other streams."""
 
 import asyncio
 import time
@@ -373,8 +373,8 @@ class Streams:
             self._leave(stream)
 
     def _leave(self, stream: Stream) -> None:
-        """Handle the unread bytes of an ended stream: give the client time to read them if memory is free, and end its
-        connection otherwise."""
+        """Handle the unread bytes of an ended stream. If memory is free, give the client time to read these bytes.
+        Otherwise end the client's connection."""
         stream.release()
         if not stream.writing_bytes:
             return
@@ -391,8 +391,8 @@ class Streams:
         """Send the export of a topic, as `write_each` does. Only EXPORTS_AT_ONCE exports run at once. Other exports
         wait.
 
-        The caller with the fewest running exports is next. An export whose client reads nothing is ended for a waiting
-        one.
+        The caller with the fewest running exports is next. If an export waits, a running export whose client reads
+        nothing is ended.
         """
         self._to_export.add(stream)
         try:
@@ -426,7 +426,8 @@ class Streams:
         return False
 
     def _make_room_in_share(self, new: Stream) -> None:
-        """If the caller has too many streams, end an idle one. Raises SHARE_EXCEEDED if that is not possible."""
+        """If the caller has too many streams, end an idle stream of the caller. Raises SHARE_EXCEEDED if no stream can
+        be ended."""
         own = [stream for stream in self._open if stream.use is new.use]
         # A Unix socket does not identify connections.
         new.use.check("connections", len({stream.connection for stream in (*own, new)}))
@@ -434,7 +435,7 @@ class Streams:
             raise new.use.exceeded("streams", f"{counted(len(own), 'stream is', 'streams are')} open")
 
     def _make_room(self, new: Stream) -> None:
-        """If there are too many streams, end another one. Raises TOO_MANY_STREAMS if that is not possible."""
+        """If there are too many streams, end another stream. Raises TOO_MANY_STREAMS if no stream can be ended."""
         if not new.connection.startswith("unix:"):
             share = max(1, self._limit // CONNECTION_SHARE)
             own = [stream for stream in self._open if stream.connection == new.connection]
@@ -459,8 +460,8 @@ class Streams:
 
         - If unknown callers have more streams than are reserved for them, one of their streams is ended, even if it is
           in use.
-        - If a caller has more than its share, and the new stream's caller has less, a stream of the former is ended,
-          even if it is in use.
+        - If a caller has more than its share, and the caller of the new stream has less than its share, a stream of the
+          first caller is ended, even if the stream is in use.
         - A caller that would exceed its share can only replace one of its idle streams.
         """
         share = max(1, self._limit // CALLER_SHARE)
@@ -488,8 +489,8 @@ class Streams:
         return True
 
     def _gives_way(self, among: Iterable[Stream], most: int) -> bool:
-        """Among these streams, end the idle one that was silent for the longest time. Return whether there was an idle
-        stream."""
+        """Among these streams, end the idle stream that was silent for the longest time. Return whether there was an
+        idle stream."""
         until = time.monotonic() - IDLE_SECONDS
         idle = [stream for stream in among if not stream.frames_in_flight and stream.moved_at <= until]
         if not idle:

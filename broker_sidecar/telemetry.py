@@ -2,8 +2,8 @@
 notices to the process that started it.
 
 `configure` sends all log records to standard error. `Traces` creates OpenTelemetry spans. `LastWarnings` keeps the
-warnings that `GetStatistics` returns. `Manager` reports to a service manager, and `Watchdog` ends a process whose event
-loop is stuck.
+warnings that `GetStatistics` returns. `Manager` reports to a service manager such as systemd. `Watchdog` ends a process
+whose event loop is stuck.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ def configure(level: str, form: str) -> None:
 
 
 def _concerns_somebody(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's log record that it could not send because the call was over.
+    """Return False for the log record in which gRPC reports that it could not send data because the call was over.
 
     gRPC logs this record if the client disconnects just before gRPC writes a handler's answer.
     """
@@ -234,7 +234,8 @@ class Traces:
             self._provider = _provider(environment)
 
     def traced(self, handler: grpc.GenericRpcHandler) -> grpc.GenericRpcHandler:
-        """Return a handler that serves the same service with tracing; the same handler if calls are not traced."""
+        """Return a handler that serves the same service with tracing. If calls are not traced, return the handler
+        unchanged."""
         return handler if self._provider is None else _Traced(handler, self._provider)
 
     async def close(self) -> None:
@@ -401,7 +402,8 @@ class Manager:
         return bool(self._address)
 
     def tell(self, **values: str) -> None:
-        """Report these values. If the manager accepts nothing now, they are kept and sent with the next report."""
+        """Report these values. If the manager does not accept a report now, the values are sent with the next
+        report."""
         if not self.is_there:
             return
         self._owed |= values
@@ -435,7 +437,7 @@ class Listener:
     """A receiver for the reports that child processes would send to a service manager.
 
     `on_told` is called with the process's number and the reported values. The kernel identifies the sender, so no other
-    process can report for it. It reads on the event loop on which it was made, until `close`.
+    process can report in its name. The listener reads on the event loop on which it was created, until `close`.
     """
 
     def __init__(self, on_told: Callable[[int, dict[str, str]], None]) -> None:
@@ -463,8 +465,7 @@ class Listener:
                 self._on_told(_CREDENTIALS.unpack(data)[0], dict(line.split("=", 1) for line in lines if "=" in line))
 
 
-# -- A process whose event loop is stuck ends. Otherwise the threads of Pulsar's client would still answer the broker's
-# pings: the process would hold its topics for ever, and no other sidecar could have them.
+# -- A process whose event loop is stuck ends: it serves nobody, and a service manager can start it again.
 
 STANDS_STILL_SECONDS = 30.0
 """The time that a broker waits for a ping, by default. No step of the event loop takes a second."""

@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 from broker_sidecar import data_directory, kernels, telemetry
-from broker_sidecar.config import Config
+from broker_sidecar.config import Config, check
 from broker_sidecar.security import tokens
 from broker_sidecar.telemetry import BEATS_WITHIN_PATIENCE, PROCESS_VARIABLE, Listener, Manager, patience_seconds
 from seqdedupe.address import SidecarAddress, cannot_listen, family_of
@@ -41,6 +41,7 @@ def count_of(config: Config) -> int:
     - The data directory is being changed to a number of workers that differs from `workers`.
     - The directory is the part of one worker, and the whole data directory is being changed.
     - The data directory has workers, and the configured log is not embedded.
+    - The configuration is not possible with the number of workers of the data directory.
 
     Also raises the errors of `read_split`.
     """
@@ -58,10 +59,12 @@ def count_of(config: Config) -> int:
         raise error(
             "INVALID_CONFIGURATION",
             f"workers is {config.workers}, but the data directory {folder} is being changed to {split.to}",
-            hint=f"First start the sidecar with workers = {split.to} first.",
+            hint=f"First start the sidecar with workers = {split.to}.",
             key="workers",
         )
-    return config.workers or split.to or split.workers
+    count = config.workers or split.to or split.workers
+    check(replace(config, workers=count))
+    return count
 
 
 def divide(config: Config, count: int) -> None:
@@ -98,16 +101,20 @@ def run(config: Config, count: int, flags: Sequence[str], lock: Lock) -> int:
         if config.authentication == "token":
             tokens.make(folder)
             tokens.tell(folder, config.log_format)
-        listen = [held.enter_context(_reserved(address)) for address in _addresses(config.listen, count)]
-        advertised = _addresses(config.advertised_address, count) or listen
-        also = [held.enter_context(_reserved(address)) for address in _addresses(config.also_listen, count)]
-        metrics = _addresses(config.metrics_listen, count)
+        listen = [held.enter_context(_reserved(address, "listen")) for address in addresses_of(config.listen, count)]
+        advertised = addresses_of(config.advertised_address, count) or listen
+        others = {key: addresses_of(getattr(config, key), count) for key in _OF_EACH_WORKER}
+        for key in ("also_listen", "pulsar_listen"):
+            others[key] = [held.enter_context(_reserved(address, key)) for address in others[key]]
         logger.info("workers", extra={"addresses": ",".join(map(str, advertised)), "cluster_id": split.cluster_id})
         workers = [
-            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, also, metrics)])
-            for k in range(split.workers)
+            Worker(k, [*flags, *_flags(k, split, config, listen[k], advertised, others)]) for k in range(split.workers)
         ]
         return asyncio.run(run_all(workers, lock))
+
+
+_OF_EACH_WORKER = ("also_listen", "metrics_listen", "pulsar_listen", "advertised_pulsar_address")
+"""The keys of which each worker has its own address, in addition to `listen` and `advertised_address`."""
 
 
 def _flags(
@@ -116,10 +123,12 @@ def _flags(
     config: Config,
     listen: SidecarAddress,
     advertised: Sequence[SidecarAddress],
-    also: Sequence[SidecarAddress],
-    metrics: Sequence[SidecarAddress],
+    others: Mapping[str, Sequence[SidecarAddress]],
 ) -> list[str]:
-    """Return the flags that a worker gets after the parent's own flags. If a flag occurs twice, the last one counts."""
+    """Return the flags that a worker gets after the parent's own flags. If a flag occurs twice, the last one counts.
+
+    `others` has the addresses of all workers for each key of `_OF_EACH_WORKER`. The addresses are empty if the key is
+    unset."""
     keys = {
         "data-directory": of_worker(Path(config.data_directory), worker),
         "workers": 1,
@@ -129,10 +138,7 @@ def _flags(
         "peers": ",".join(map(str, advertised)),
         "cluster-id": split.cluster_id,
     }
-    if also:
-        keys["also-listen"] = also[worker]
-    if metrics:
-        keys["metrics-listen"] = metrics[worker]
+    keys |= {name.replace("_", "-"): addresses[worker] for name, addresses in others.items() if addresses}
     if config.audit_file:
         keys["audit-file"] = f"{config.audit_file}.{worker}"
     return [text for name, value in keys.items() for text in (f"--{name}", str(value))]
@@ -157,24 +163,24 @@ def make(folder: Path, count: int) -> Split:
     return split
 
 
-def _addresses(first: str, count: int) -> list[SidecarAddress]:
-    """Return the addresses of the workers: consecutive ports, only ports 0 (any free port) if the first port is 0, or a
-    socket's path followed by the worker's number.
+def addresses_of(first: str, count: int) -> list[SidecarAddress]:
+    """Return the addresses of the workers, or of the only process. The ports are consecutive; if the first port is 0
+    (any free port), all ports are 0. For the Unix sockets of workers, the worker's number follows the path.
 
     Return an empty list if `first` is empty.
     """
     if not first:
         return []
     address = SidecarAddress.parse(first)
-    if address.path:
-        return [replace(address, path=f"{address.path}.{worker}") for worker in range(count)]
-    return [replace(address, port=address.port and address.port + worker) for worker in range(count)]
+    if address.path and count > 1:
+        return [address._replace(path=f"{address.path}.{worker}") for worker in range(count)]
+    return [address._replace(port=address.port and address.port + worker) for worker in range(count)]
 
 
 @contextlib.contextmanager
-def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
-    """Yield the address with a port that is reserved during the block. So no other process gets the port while a worker
-    is restarted.
+def _reserved(address: SidecarAddress, key: str) -> Iterator[SidecarAddress]:
+    """Yield the address of this key with a port that is reserved during the block. So no other process gets the port
+    while a worker is restarted.
 
     Raises CANNOT_LISTEN.
     """
@@ -186,8 +192,8 @@ def _reserved(address: SidecarAddress) -> Iterator[SidecarAddress]:
         try:
             reserving.bind((address.host.strip("[]"), address.port))
         except (OSError, OverflowError) as e:
-            raise cannot_listen(address, e) from e
-        yield replace(address, port=reserving.getsockname()[1])
+            raise cannot_listen(address, e, key) from e
+        yield address._replace(port=reserving.getsockname()[1])
 
 
 # -- The parent of several workers. It starts each worker, and restarts a worker that ends, until all workers must stop.
@@ -232,8 +238,8 @@ class Worker:
         self.serves = (self.serves or "READY" in values) and "STOPPING" not in values
 
     def look(self) -> None:
-        """Kill the worker (-9) if it serves and has reported nothing for the allowed number of beats, because its event
-        loop is stuck.
+        """Kill the worker (-9) if it serves, but has sent no report for the allowed number of beats. Its event loop is
+        then stuck.
 
         Call this method at each beat. It counts calls, not time. So a worker is not killed if the parent and the
         workers were suspended together.
@@ -367,8 +373,8 @@ def _managed(manager: Manager, workers: Sequence[Worker]) -> Iterator[None]:
 
 
 def _end_with(parent: int) -> None:
-    """Prepare a worker's process before it begins. It receives SIGTERM, and so drains, when its parent is killed,
-    because nothing would restart it.
+    """Prepare a worker's process before it begins. When the parent is killed, the worker receives SIGTERM and drains,
+    because no process would restart the worker.
 
     Ignore SIGHUP until the worker has files to read again.
     """

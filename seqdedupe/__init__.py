@@ -6,7 +6,7 @@ The client is in `seqdedupe.client`. The top level of this package has the modul
 
 import os
 
-# gRPC installs fork handlers on import. They crash one child in six that is forked while messages are under way, also a
-# child that only runs another program, as Spark starts its JVM. We do not need them: a forked child may not use the
-# client.
+# gRPC installs fork handlers on import. If a process forks while messages are in flight, these handlers crash one child
+# in six, even a child that only runs another program, such as Spark's JVM. The handlers are not needed, because a
+# forked child may not use the client.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -2,10 +2,9 @@
 
 import errno
 import socket
-from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from seqdedupe.errors import SeqdedupeError, error
 
@@ -16,11 +15,10 @@ MAX_PORT = 65_535
 _UNIX = "unix:"
 
 
-@dataclass(frozen=True, slots=True)
-class SidecarAddress:
+class SidecarAddress(NamedTuple):
     """A sidecar's address. `str()` returns the form that `parse` accepts: `host:port` (IPv6 in brackets) or
-    `unix:/path`. Two addresses are equal if their texts are equal, without regard to the case of a host. No name is
-    looked up."""
+    `unix:/path`. Two addresses are equal if their texts are equal, without regard to the case of a host. Host names are
+    not resolved."""
 
     host: str = ""
     port: int = 0
@@ -51,7 +49,7 @@ class SidecarAddress:
 
     @property
     def is_local(self) -> bool:
-        """Whether no other machine can reach it: a Unix socket, or loopback."""
+        """Return whether only this machine can reach the address: the address is a Unix socket or loopback."""
         if self.path or self.host == "localhost":
             return True
         try:
@@ -65,7 +63,9 @@ def _invalid(text: str) -> SeqdedupeError:
 
 
 def cannot_listen(address: SidecarAddress, e: Exception, key: str = "listen") -> SeqdedupeError:
-    """Return why a server cannot listen where `key` says. gRPC gives no reason, so try a plain socket."""
+    """Return the CANNOT_LISTEN error for an address. gRPC reports no reason, so try a plain socket to find the reason.
+
+    `key` is the configuration key of the address."""
     why, hint = str(e), None
     path = Path(address.path)
     try:

@@ -1,4 +1,4 @@
-"""The lines of an audit trail: actions and refusals, each line with the hash of the line before it.
+"""The lines of an audit trail. Each line records an action or a refusal, and contains the hash of the previous line.
 
 If somebody changes, removes or inserts a line, the chain breaks at this line, unless all following lines are also
 rewritten. To detect rewritten lines, `verify` accepts the number and hash of a line that were stored elsewhere.
@@ -19,10 +19,12 @@ from seqdedupe.errors import SeqdedupeError, error
 FORMAT_VERSION = 1
 
 MAX_LINE_BYTES = 64 * 1024
-"""The most bytes of a line, with its end. A file's last line begins at most this far from the file's end."""
+"""The maximum size of a line in bytes, including the newline. A file's last line begins at most this far from the
+file's end."""
 
 MAX_TEXT_BYTES = 2048
-"""The most bytes of a text as written in a line. A longer text is cut. A request that names a topic is shorter."""
+"""The maximum size of a text in a line, in bytes as written. A longer text is cut. The text of a request that names a
+topic is always shorter."""
 
 _CUT = "…"
 """The mark at the end of a cut text."""
@@ -30,7 +32,8 @@ _CUT = "…"
 
 @dataclass(frozen=True, slots=True)
 class TrailLink:
-    """A line's place in its chain: its number, from 1 on, and the SHA-256 of its bytes without their end, in hex."""
+    """The place of a line in its chain: the line's number, from 1, and the SHA-256 of the line without newline, in
+    hex."""
 
     number: int
     hash: str
@@ -53,7 +56,8 @@ NO_LINE = TrailLink(0, "0" * 64)
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The contents of a trail: the number of lines and chains, the last line, and whether an expected line is in it."""
+    """The result of `verify`: the number of lines and chains, the last line, and whether the trail contains the
+    expected line."""
 
     lines: int
     first_number: int
@@ -63,11 +67,11 @@ class Verified:
     last_time: str
     has_expected: bool
     torn_bytes: int
-    """The bytes at the very end, of a line that was cut off while it was written."""
+    """The number of bytes after the last complete line. They belong to a line whose writing was interrupted."""
 
 
 def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]) -> tuple[bytes, TrailLink]:
-    """Return the next line of a chain, with its end, and its link. `time` is UTC, in the form of ISO 8601."""
+    """Return the next line of a chain, with newline, and the link of this line. `time` is in UTC, in ISO 8601 form."""
     values = {
         "version": FORMAT_VERSION,
         "number": after.number + 1,
@@ -82,7 +86,7 @@ def encode(after: TrailLink, time: str, event: str, fields: Mapping[str, object]
 
 
 def cut(text: str, most_bytes: int) -> str:
-    """Return the text if it takes at most `most_bytes` in a line; else its beginning, and a mark of the cut."""
+    """Return the text. If the text needs more than `most_bytes` in a line, cut the text, and mark the cut."""
     if len(text) <= most_bytes and _written_bytes(text) <= most_bytes:
         return text
     room = most_bytes - _written_bytes(_CUT)
@@ -95,9 +99,10 @@ def _written_bytes(text: str) -> int:
 
 
 def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
-    """Return the link of a file's last whole line, and its end. Bytes after it were cut off while they were written.
+    """Return the link of a file's last complete line, and the offset of that line's end. Any bytes after this offset
+    are an incomplete line.
 
-    Raises AUDIT_DAMAGED if that line is not one of a trail, NEWER_FORMAT, OSError.
+    Raises AUDIT_DAMAGED if the complete line is not a line of an audit trail, NEWER_FORMAT, OSError.
     """
     size = file.seek(0, 2)
     begin = max(0, size - 2 * MAX_LINE_BYTES)
@@ -105,7 +110,7 @@ def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
     whole, found, torn = file.read().rpartition(b"\n")
     if not found:
         if begin:
-            raise error("AUDIT_DAMAGED", "what stands at its end is no line of an audit trail")
+            raise error("AUDIT_DAMAGED", "the end of the file is not a line of an audit trail")
         return NO_LINE, 0
     line = whole.rpartition(b"\n")[2]
     return _link_of(_values(line, "its last line")["number"], line), size - len(torn)
@@ -114,7 +119,7 @@ def last_link(file: BinaryIO) -> tuple[TrailLink, int]:
 def verify(files: Iterable[Path], expected: TrailLink | None = None) -> Verified:
     """Check the chain of a trail's files, the oldest first.
 
-    A file may begin a new chain, for example if the file before it was taken away while no sidecar ran. The result has
+    A file may begin a new chain, for example if the previous file was moved away while no sidecar ran. The result has
     the number of chains. Raises AUDIT_DAMAGED with the file and line where the chain is broken, NEWER_FORMAT, OSError.
     """
     last, last_time, lines, first_number, chains, torn = NO_LINE, "", 0, 0, 0, b""
@@ -128,7 +133,9 @@ def verify(files: Iterable[Path], expected: TrailLink | None = None) -> Verified
                 if line == ended:
                     torn = ended
                     if file.read(1):
-                        raise error("AUDIT_DAMAGED", f"{path}:{place}: this line is longer than any of an audit trail")
+                        raise error(
+                            "AUDIT_DAMAGED", f"{path}:{place}: this line is longer than any line of an audit trail"
+                        )
                     break
                 values = _values(line, f"{path}:{place}")
                 begins = place == 1 and (values["number"], values["previous"]) == (1, NO_LINE.hash)
@@ -168,4 +175,4 @@ def _values(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _no_line(where: str) -> SeqdedupeError:
-    return error("AUDIT_DAMAGED", f"{where}: this is no line of an audit trail")
+    return error("AUDIT_DAMAGED", f"{where}: this is not a line of an audit trail")

@@ -1,4 +1,4 @@
-"""A batch of messages in columns: one form from the client to the disk and to the reader (`batch.proto`)."""
+"""A batch of messages in columns. Clients, logs and readers use the same form of a batch (`batch.proto`)."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,8 @@ NO_INT32S: Int32s = np.zeros(0, np.int32)
 class Binary:
     """A column of byte strings as Arrow lays it out: value i is `data[offsets[i]:offsets[i + 1]]`.
 
-    `validity` is Arrow's bitmap of the values that exist (empty: all). If there are no offsets, the column is omitted.
+    `validity` is Arrow's bitmap of the values that exist. An empty bitmap means that all values exist. A column without
+    offsets is omitted from the batch.
     """
 
     offsets: Int32s = field(default_factory=lambda: NO_INT32S)
@@ -45,7 +46,7 @@ class Binary:
 
     @staticmethod
     def of_all(values: Sequence[bytes], validity: bytes = b"") -> "Binary":
-        """Return the column of these values. All exist unless `validity` says otherwise."""
+        """Return the column of these values. Without `validity`, all values exist."""
         offsets = np.zeros(len(values) + 1, np.int32)
         np.fromiter(map(len, values), np.int32, len(values)).cumsum(out=offsets[1:])
         return Binary(offsets, b"".join(values), validity)
@@ -102,14 +103,14 @@ def bitmap(present: Sequence[bool] | npt.NDArray[np.bool_]) -> bytes:
 
 
 _LEFT_OUT = Binary()
-"""Columns are never changed, so all omitted ones may share this object."""
+"""Columns are never changed, so all omitted columns can share this object."""
 
 
 @dataclass(slots=True)
 class Batch:
-    """A batch: P producers and N rows. The columns are those of `Batch` in `batch.proto`, which defines them.
+    """A batch with P producers and N rows. The columns are defined by the message `Batch` in `batch.proto`.
 
-    Nothing is checked here: the sidecar checks all data that it receives.
+    This class checks no values: the sidecar checks all data that it receives.
     """
 
     producer_names: Binary
@@ -185,7 +186,11 @@ class Batch:
         return parts
 
     def take(self, rows: Int64s) -> "Batch":
-        """Return the batch of these ascending rows. A producer's link becomes its last row before the first kept."""
+        """Return a batch of these rows. The rows must be in ascending order.
+
+        For each producer, `link` becomes the sequence ID of the producer's last row before the producer's first kept
+        row.
+        """
         names, epochs, links, indexes, complete = self._take_producers(rows)
         property_offsets, picked = NO_INT32S, NO_INT64S
         if len(self.property_offsets):
@@ -300,7 +305,8 @@ def without_producers(deduplication_ids: Binary, payloads: Binary, **columns: An
 
 
 class PropertyColumns(NamedTuple):
-    """Properties as in a batch: row i has the names and values from `offsets[i]` to before `offsets[i + 1]`."""
+    """Properties in the layout of a batch: row i has the names and values from `offsets[i]` to before `offsets[i +
+    1]`."""
 
     offsets: Int32s
     names: Binary
@@ -308,7 +314,7 @@ class PropertyColumns(NamedTuple):
 
 
 def properties(rows: Iterable[dict[str, str] | None]) -> PropertyColumns:
-    """Return the three property columns of these rows, all omitted if no row has any."""
+    """Return the three property columns of these rows. All three are omitted if no row has a property."""
     names: list[bytes] = []
     values: list[bytes] = []
     offsets = [0]
@@ -328,14 +334,14 @@ INT32, INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 def binary(offsets: bytes, data: bytes, name: str) -> Binary:
-    """Return a column of byte strings; `name` is the name of its offsets. Offsets are not compared with the data.
+    """Return a column of byte strings; `name` is the name of the offsets. Offsets are not compared with the data.
 
-    Raises as `values`."""
+    Raises the errors of `values`."""
     return Binary(values(offsets, INT32, name), data)
 
 
 def values(column: bytes, kind: Any, name: str) -> np.ndarray:
-    """Return the values of a column, or its offsets, which are one more. Raises INVALID_REQUEST."""
+    """Return the values of a column, or the offsets of a column. Raises INVALID_REQUEST."""
     size = kind.itemsize
     if len(column) % size or len(column) // size > MAX_BATCH_ROWS + 1:
         raise error(
@@ -346,7 +352,7 @@ def values(column: bytes, kind: Any, name: str) -> np.ndarray:
 
 
 def names_of(message: Any) -> list[bytes]:
-    """Return the names in a message's columns, not checked. Raises INVALID_REQUEST."""
+    """Return the names in a message's columns, without checking the names. Raises INVALID_REQUEST."""
     return column_of_names(message).values()
 
 

@@ -73,8 +73,8 @@ def run_command(
 ) -> int:
     """Run the command, with this process's arguments if none are given. Return the command's exit status, or 0.
 
-    An error is one line on stderr, with `--json` in JSON. Its status is `failed`; 2 for wrong usage and a wrong
-    configuration; or 130 if the command was interrupted.
+    An error is one line on stderr, with `--json` in JSON. The exit status is then `failed`. For wrong usage and a wrong
+    configuration the exit status is 2. For an interrupted command the exit status is 130.
     """
     as_json = says_json(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -107,7 +107,8 @@ def run_command(
 
 @contextmanager
 def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
-    """Wrap imports of an extra's packages. Raises INVALID_CONFIGURATION if one is not installed: `what` needs it."""
+    """Wrap imports of packages of an extra. Raises INVALID_CONFIGURATION if a package that `what` needs is not
+    installed."""
     try:
         yield
     except ModuleNotFoundError as e:
@@ -118,14 +119,14 @@ def needing(what: str, extra: str, *, otherwise: str = "") -> Iterator[None]:
 
 
 def _plain(usage: str) -> str:
-    """Return click's message, without the names that its types have in click's own code."""
+    """Return click's message without the names of click's internal types."""
     for name, word in {"integer range": "whole number", "integer": "whole number", "float range": "number"}.items():
         usage = usage.replace(f"is not a valid {name}.", f"is not a {word}.")
     return usage
 
 
 def says_json(arguments: Sequence[str]) -> bool:
-    """Return whether a command line asks for JSON, also one with other errors."""
+    """Return whether a command line asks for JSON, even if the command line is otherwise invalid."""
     return "--json" in takewhile("--".__ne__, arguments)
 
 
@@ -144,7 +145,7 @@ def say_failure(name: str, failure: SeqdedupeError, *, as_json: bool) -> None:
 
 
 def say_foreign(name: str, reason: str, message: str, *, as_json: bool, hint: str = "") -> None:
-    """Do the same for an error that is not in our tree: `reason` names its origin."""
+    """Print an error that is not a SeqdedupeError, as `say_failure` does. `reason` names the origin of the error."""
     if as_json:
         _say_json(reason=reason, message=message, hint=hint)
     else:
@@ -157,7 +158,7 @@ def _say_json(**values: Any) -> None:
 
 
 def without_passwords_in(value: Any) -> Any:
-    """Do as `without_passwords` to all texts in a value of JSON."""
+    """Apply `without_passwords` to all texts in a JSON value."""
     if isinstance(value, dict):
         return {name: without_passwords_in(one) for name, one in value.items()}
     if isinstance(value, list):
@@ -166,7 +167,8 @@ def without_passwords_in(value: Any) -> Any:
 
 
 def tell_waiting(topic: str, as_json: bool, why: UnavailableError) -> None:
-    """Print why the command waits. The client's thread calls this, once per reason. If it cannot print, it waits on."""
+    """Print why the command waits. The client's thread calls this function once per reason. If the function cannot
+    print, the command still continues to wait."""
     with suppress(OSError):
         if as_json:
             found = {"topic": topic_name(topic), "reason": why.reason, "message": why.message}
@@ -207,7 +209,8 @@ def say(name: str, message: str) -> None:
 
 
 def without_passwords(text: str) -> str:
-    """Return the text with *** in place of the passwords in URLs: people paste URLs where a path or address belongs."""
+    """Return the text with *** in place of the passwords in URLs. Users sometimes pass a URL instead of a path or
+    address."""
     return _PASSWORD.sub(r"\1***@", text)
 
 
@@ -233,8 +236,8 @@ def _cell(value: object) -> str:
 
 
 def print_table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print columns as wide as needed, columns of numbers aligned to the right. An unknown value (None) is a `?`, a
-    missing one a `-`."""
+    """Print a table. Each column is as wide as needed, and numbers are aligned to the right. An unknown value (None) is
+    printed as `?`, and a missing value as `-`."""
     values = [tuple(row) for row in rows]
     table = [tuple(heads), *(tuple(map(_cell, row)) for row in values)]
     numeric = [

@@ -11,7 +11,8 @@ from seqdedupe.errors import error
 VERSION = 1
 """The format's version in a topic without a schema."""
 SCHEMA_VERSION = 2
-"""Its version in a topic with one: a control record is in a property, and its payload is Pulsar's null value."""
+"""The format's version in a topic with a schema. Such a topic has control records in a property, and the entry's
+payload is Pulsar's null value."""
 
 PREFIX = "seqdedupe."
 """The prefix of our properties' names."""
@@ -19,6 +20,8 @@ ENTRY = PREFIX + "entry"
 KIND = PREFIX + "kind"
 ROWS = PREFIX + "rows"
 TOKEN = PREFIX + "token"
+BEGUN = PREFIX + "begun"
+"""A property of a topic: the topic's incarnation. It is set after the first owner's marker was stored."""
 INCARNATION = PREFIX + "incarnation"
 FORMAT = PREFIX + "format"
 MODE = PREFIX + "mode"
@@ -29,22 +32,23 @@ KEY_BASE64 = PREFIX + "key_base64"
 EVENT_TIME_MS = PREFIX + "event_time_ms"
 CONTROL_BASE64 = PREFIX + "control_base64"
 FORMAT_VERSION = PREFIX + "version"
-"""A topic's property: the format version that its owners write; 1 if it is omitted."""
+"""A property of a topic: the format version that the topic's owners write. If the property is missing, the version is
+1."""
 USER = PREFIX + "user."
-"""The prefix for a property of the producer's whose name begins with PREFIX itself."""
+"""The prefix for properties whose producer-defined name itself begins with PREFIX."""
 
 DELIVER_AT = "pulsar.deliver_at_time"
-"""A message's own property: the time in milliseconds since 1970 at which Pulsar gives it to shared subscriptions. In
-the formats `plain` and `native`, the entry has this time too."""
+"""A property of a message: the time at which Pulsar delivers the message to shared subscriptions, in milliseconds since
+1970. In the formats `plain` and `native`, the entry also contains this time."""
 ORDERING_KEY = "pulsar.ordering_key"
-"""A message's own property: its ordering key, in base64. In the format `native`, the message has the key instead, if
-this is the last one of its properties."""
+"""A property of a message: the ordering key, in base64. In the format `native`, the ordering key itself replaces this
+property if the property is the message's last one."""
 SCHEMA_VERSION_OF = "pulsar.schema_version"
-"""A message's own property: the version of the schema by which its producer made it, in hexadecimal. In the format
-`native`, the entry has this version too."""
+"""A property of a message: the version of the producer's schema, in hexadecimal. In the format `native`, the entry also
+contains this version."""
 _MOST_DIGITS = 18
 MAX_VERSION_BYTES = 16
-"""The most bytes of such a version. Those of Pulsar's own registry have 8."""
+"""The maximum size of a schema version in bytes. The versions of Pulsar's registry have 8 bytes."""
 
 # The values of KIND. Without it, the entry is one message.
 MARKER = "marker"
@@ -58,12 +62,12 @@ _VERSION = re.compile(r"(\d{1,9}):", re.ASCII)
 
 
 def deliver_at(value: str) -> int:
-    """Return the time in a property DELIVER_AT; 0 if it is none."""
+    """Return the time in a property DELIVER_AT; 0 if the property's value is not a time."""
     return int(value) if value.isascii() and value.isdecimal() and len(value) <= _MOST_DIGITS else 0
 
 
 def schema_version(value: str) -> bytes:
-    """Return the version in a property SCHEMA_VERSION_OF; empty if it is none."""
+    """Return the version in a property SCHEMA_VERSION_OF; empty if the property's value is not a version."""
     if len(value) > 2 * MAX_VERSION_BYTES:
         return b""
     try:
@@ -73,7 +77,8 @@ def schema_version(value: str) -> bytes:
 
 
 def of_entry(deliver_at_time: int, schema_version: bytes) -> list[tuple[bytes, bytes]]:
-    """Return the properties that each message of an entry with these fields gets; 0 and empty are no fields."""
+    """Return the properties that each message of an entry with these fields receives. A field that is 0 or empty does
+    not exist."""
     fields = [
         (DELIVER_AT.encode(), b"%d" % deliver_at_time if deliver_at_time else b""),
         (SCHEMA_VERSION_OF.encode(), schema_version.hex().encode()),
@@ -107,7 +112,7 @@ class EntryPlace(NamedTuple):
 
     @staticmethod
     def parse(text: str, topic: str = "the topic") -> "EntryPlace | None":
-        """Return the place whose `str()` is this text; None for any other text. Raises NEWER_FORMAT."""
+        """Parse the text that `str()` returns for a place. Return None for any other text. Raises NEWER_FORMAT."""
         version = _VERSION.match(text)
         if version:
             check_version(int(version[1]), f"an entry of {topic}")

@@ -15,7 +15,7 @@
 An error has a stable `reason`, a message of one line for a person, a `hint` with the next step, and the numbers of the
 message. `docs/reference/errors.md` lists the reasons. A test compares that list with `REASONS`."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 NEVER = -1
 """The retry delay that means that the same request can never succeed."""
@@ -97,8 +97,7 @@ class ConfigurationError(SeqdedupeError):
     """The sidecar or a command has an invalid configuration or option."""
 
 
-@dataclass(frozen=True)
-class Reason:
+class Reason(NamedTuple):
     """The properties of a reason: the class of the error, the gRPC status code, the hint, and the default retry
     delay."""
 
@@ -264,8 +263,8 @@ REASONS: dict[str, Reason] = {
     "OVERLAP": Reason(
         InvalidRequestError,
         "FAILED_PRECONDITION",
-        "Split the range of sequence IDs after the highest persisted ID of the producer. Or change the topic's "
-        "policy: the sidecar can answer as Pulsar does.",
+        "Split the range of sequence IDs after the highest persisted ID of the producer. Or set the "
+        "topic's policy `overlap` to PULSAR, so that the sidecar answers as Pulsar does.",
     ),
     "REPLAY_GAP": Reason(
         DataLossError,
@@ -358,7 +357,7 @@ REASONS: dict[str, Reason] = {
     "BACKUP_FAILED": Reason(
         UnavailableError,
         "RESOURCE_EXHAUSTED",
-        "The usual cause is a full disk in the backup's place. Remove the cause. After that, make the backup again.",
+        "The usual cause is a full disk where the backup is stored. Remove the cause. Then make the backup again.",
         1000,
     ),
     "OBJECT_STORE_UNAVAILABLE": Reason(
@@ -436,8 +435,8 @@ REASONS: dict[str, Reason] = {
     "CURSOR_MOVED": Reason(
         FencedError,
         "ABORTED",
-        "Another process moved the cursor. Stop all processes except one that use this cursor, or give each "
-        "process a separate cursor. To continue in this process, read the cursor again.",
+        "Another process moved the cursor. Let only one process use this cursor: stop the other processes, or "
+        "give each process a separate cursor. To continue in this process, read the cursor again.",
     ),
     # Missing data.
     "DATA_LOSS": Reason(
@@ -453,8 +452,8 @@ REASONS: dict[str, Reason] = {
     ),
     "ANSWERS_INCONSISTENT": _damaged(
         "A proxy may repeat, drop or change answers. Check the proxy's log, and read without the proxy. If there "
-        "is no proxy, the sidecar may read its log wrongly. In that case, run `seqdedupe doctor` before anything "
-        "on the sidecar's disk changes."
+        "is no proxy, the sidecar may be reading its log incorrectly. In that case, run `seqdedupe doctor` before "
+        "anything on the sidecar's disk changes."
     ),
     "LOG_GAP": _damaged(
         "Nothing was changed, and other topics still work. Check whether Pulsar has removed messages of the topic. "
@@ -479,7 +478,7 @@ REASONS: dict[str, Reason] = {
     "NEWER_FORMAT": _damaged("A newer version of seqdedupe wrote the data. Start that version, or a later version."),
     "OLDER_FORMAT": _damaged(
         "An older version of seqdedupe wrote the data. Start that version. Newer versions do not convert the data. "
-        "To use a newer version, publish all messages that you still need to the newer version."
+        "To use a newer version, publish the messages that you still need again, with the newer version."
     ),
     "AUDIT_DAMAGED": _damaged(
         "Find out who could write to the audit trail's file. Do not delete the file. If the file prevents the "
@@ -495,8 +494,8 @@ REASONS: dict[str, Reason] = {
     ),
     "INVALID_ADDRESS": _configuration("Write the address as host:port, [IPv6]:port or unix:/path."),
     "INVALID_CREDENTIALS": _configuration(
-        "Name files that this process can read. Set SEQDEDUPE_TOKEN_FILE and SEQDEDUPE_TLS_CA_FILE, or the options "
-        "for the same files."
+        "Set SEQDEDUPE_TOKEN_FILE and SEQDEDUPE_TLS_CA_FILE, or the options with the same meaning, to files that this "
+        "process can read."
     ),
     "INSECURE_ADDRESS": _configuration(
         "Give the sidecar a TLS certificate. Name the authority that signed the certificate with "
@@ -524,8 +523,8 @@ REASONS: dict[str, Reason] = {
         "in that cluster."
     ),
     "UNSAFE_TOPIC_POLICY": _configuration(
-        "Run the commands that the error names. Or set pulsar.manage_topic_policies = true: the sidecar then sets "
-        "the policies."
+        "Run the commands that the error names. Or set pulsar.manage_topic_policies = true: with this setting, "
+        "the sidecar sets the policies itself."
     ),
     "DIRECTORY_IN_USE": _configuration(
         "Stop the process that uses the directory, or choose another directory. Do not remove the file LOCK."
@@ -546,8 +545,8 @@ REASONS: dict[str, Reason] = {
         "`--verify` lists the differences."
     ),
     "SOURCE_UNVERIFIED": _configuration(
-        "If this is the file that was published before, and the file is unchanged up to the record with that ID, "
-        "use --trust-source."
+        "If this is the file that was published before, and the file is unchanged up to the last published ID, use "
+        "--trust-source."
     ),
     "SOURCE_INCOMPLETE": _configuration(
         "If the file is complete, use --final. If the file still grows, use --follow, or start the command again "
@@ -556,8 +555,8 @@ REASONS: dict[str, Reason] = {
     "SOURCE_DIFFERS": _configuration(
         "Check whether the file or the options have changed. Also check whether another program publishes under "
         "this producer name. Without --verify, the command publishes only records after the producer's last ID "
-        "(`seqdedupe producers TOPIC` shows this ID). Under this producer name, a missing record before the last "
-        "ID would be a Dup."
+        "(`seqdedupe producers TOPIC` shows this ID). If you publish a missing record before this ID under the "
+        "same producer name, the verdict is Dup, and the topic does not store the record."
     ),
     "SOURCE_UNAVAILABLE": Reason(
         UnavailableError,
@@ -606,10 +605,11 @@ REASONS: dict[str, Reason] = {
     ),
     "JOB_CHANGED": _configuration(
         "Run the job with its original table and options. Or use a new job name and a different table. The new job "
-        "reads from the start."
+        "reads the topics from the start."
     ),
     "OUTPUT_MISSING": _configuration(
-        "Restore the table together with the positions. Or use a new job name. The new job reads from the start."
+        "Restore the table together with the positions. Or use a new job name. The new job reads the topics from the "
+        "start."
     ),
     "OUTPUT_UNAVAILABLE": Reason(
         UnavailableError,
@@ -621,7 +621,7 @@ REASONS: dict[str, Reason] = {
     "POSITION_CHANGED": Reason(
         UnavailableError,
         "ABORTED",
-        "Another run of this job moved the position first, and this run wrote nothing. Continue from there.",
+        "Another run of this job moved the position first, so this run wrote nothing. Continue from the new position.",
         0,
     ),
     "POSITION_RESET": Reason(

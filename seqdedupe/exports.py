@@ -38,18 +38,18 @@ _WATERMARKS_BLOCK_BYTES = 1024 * 1024
 
 
 class Watermark(NamedTuple):
-    """The highest sequence ID of a producer, whose name is 1 to 255 bytes of UTF-8."""
+    """A producer's name (1 to 255 bytes of UTF-8), and the producer's highest sequence ID."""
 
     producer: bytes
     sequence_id: int
 
 
 def write_watermarks(path: Path, watermarks: Iterable[Watermark]) -> int:
-    """Write the file and return the number of watermarks. On return the file is durable.
+    """Write the file and return the number of watermarks. When this returns, the file is durable.
 
-    Names must be in ascending order, compared as bytes, without repeats. They are taken one by one, so there may be any
-    number. Raises INVALID_NAME or INVALID_SEQUENCE_ID for an invalid one, OSError, and the errors of `watermarks`; then
-    an earlier file is unchanged.
+    Names must be in ascending order, compared as bytes, without repeats. The function reads `watermarks` one by one, so
+    the number of watermarks is not limited. Raises INVALID_NAME or INVALID_SEQUENCE_ID for an invalid watermark,
+    OSError, and the errors of `watermarks`. After an error an existing file is unchanged.
     """
     count = 0
     before = b""
@@ -82,9 +82,9 @@ def _check_watermark(name: bytes, sequence_id: int) -> None:
 
 
 def read_watermarks(path: Path) -> Generator[Watermark, None, None]:
-    """Yield the watermarks of a file, by name. The whole file is checked before the first one.
+    """Yield the watermarks of a file, sorted by name. The whole file is checked before the first watermark is yielded.
 
-    Raises INVALID_SOURCE if any byte differs from those written, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE if any byte differs from the written byte, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = (
@@ -109,9 +109,10 @@ _SNAPSHOT_END = _SNAPSHOT_LENGTH.pack(0)
 
 @contextmanager
 def writing_snapshot(path: Path) -> Iterator[Callable[[admin_pb2.SnapshotPart], None]]:
-    """Yield a function that takes the parts, in order. After the block the file is durable.
+    """Yield a function that writes the parts, in order. After the block the file is durable.
 
-    If the block raises, an earlier file is unchanged. Raises OSError."""
+    If the block raises an error, an existing file is unchanged. Raises OSError.
+    """
     with files.writing_sealed(path, _SNAPSHOT_HEAD) as put:
 
         def take(part: admin_pb2.SnapshotPart) -> None:
@@ -123,9 +124,9 @@ def writing_snapshot(path: Path) -> Iterator[Callable[[admin_pb2.SnapshotPart], 
 
 
 def read_snapshot(path: Path) -> Generator[admin_pb2.SnapshotPart, None, None]:
-    """Yield the parts in the file. The whole file is checked before the first one.
+    """Yield the parts in the file. The whole file is checked before the first part is yielded.
 
-    Raises INVALID_SOURCE if any byte differs from those written, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE if any byte differs from the written byte, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = files.check_sealed(path, file, _SNAPSHOT_HEAD, len(_SNAPSHOT_END), "a snapshot")
@@ -151,7 +152,8 @@ WINDOW_FORMAT_VERSION = 1
 WINDOW_CHECKSUM_BYTES = files.DIGEST_BYTES
 
 WINDOW_BLOCK_BYTES = 512 * 1024
-"""A block with at least this number of bytes is full. With its last ID it has less than MAX_WINDOW_BLOCK_BYTES."""
+"""A block with at least this number of bytes is full. Together with its last ID, the block has less than
+MAX_WINDOW_BLOCK_BYTES."""
 MAX_WINDOW_BLOCK_BYTES = WINDOW_BLOCK_BYTES + 1024
 
 LATEST_MS = (2**32 - 1) * 1000
@@ -165,7 +167,8 @@ _WINDOW_TIME_BYTES = 8
 
 
 class KnownId(NamedTuple):
-    """An ID of 1 to 255 bytes, and its message's publish time in milliseconds since 1970, up to LATEST_MS."""
+    """An ID of 1 to 255 bytes, and the publish time of the ID's message. The time is in milliseconds since 1970, and is
+    at most LATEST_MS."""
 
     deduplication_id: bytes
     publish_time_ms: int
@@ -227,10 +230,10 @@ class WindowWriter:
 
 @contextmanager
 def writing_window(path: Path) -> Iterator[WindowWriter]:
-    """Yield a writer that takes the IDs of a file one by one, and holds at most one block in memory.
+    """Yield a writer that accepts the IDs of a file one by one, and keeps at most one block of IDs in memory.
 
-    After the block the file is durable. If the block raises, an earlier file is unchanged. Raises OSError. IDs must be
-    in ascending order, compared as bytes, without repeats.
+    After the `with` block the file is durable. If the `with` block raises an error, an existing file is unchanged.
+    Raises OSError. IDs must be in ascending order, compared as bytes, without repeats.
     """
     with files.writing_sealed(path, _WINDOW_HEAD) as put:
         writer = WindowWriter(put)
@@ -239,11 +242,11 @@ def writing_window(path: Path) -> Iterator[WindowWriter]:
 
 
 def write_window(path: Path, known: Iterable[KnownId]) -> int:
-    """Write the file and return the number of IDs. On return the file is durable.
+    """Write the file and return the number of IDs. When this returns, the file is durable.
 
-    IDs must be in ascending order, compared as bytes, without repeats. They are taken one by one, so there may be any
-    number. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for an invalid time, INTERNAL for an ID out of order,
-    OSError, and the errors of `known`; then an earlier file is unchanged.
+    IDs must be in ascending order, compared as bytes, without repeats. The function reads `known` one by one, so the
+    number of IDs is not limited. Raises INVALID_DEDUPLICATION_ID, INVALID_REQUEST for an invalid time, INTERNAL for an
+    ID out of order, OSError, and the errors of `known`. After an error an existing file is unchanged.
     """
     with writing_window(path) as writer:
         for one, time_ms in known:
@@ -259,7 +262,7 @@ def _encoded(times: list[int], ids: list[bytes]) -> bytes:
 def read_window(path: Path) -> Generator[bytes, None, None]:
     """Yield the file's checksum, and then its blocks unchanged. The whole file is checked before anything is returned.
 
-    Raises INVALID_SOURCE for a file that `write_window` has not written like this, NEWER_FORMAT, OSError.
+    Raises INVALID_SOURCE if the file differs from the file that `write_window` has written, NEWER_FORMAT, OSError.
     """
     with path.open("rb") as file:
         left = files.check_sealed(path, file, _WINDOW_HEAD, _WINDOW_END.size, "deduplication IDs") - _WINDOW_END.size
@@ -280,7 +283,7 @@ def read_window(path: Path) -> Generator[bytes, None, None]:
 
 
 def parse_block(block: bytes) -> WindowBlock:
-    """Return the columns of a block. Raises INVALID_REQUEST if it is invalid. The order of IDs is not checked."""
+    """Return the columns of a block. Raises INVALID_REQUEST for an invalid block. The order of IDs is not checked."""
     rows = _WINDOW_COUNT.unpack_from(block)[0] if _WINDOW_COUNT.size <= len(block) <= MAX_WINDOW_BLOCK_BYTES else 0
     if not 0 < rows <= (len(block) - _WINDOW_COUNT.size) // (_WINDOW_TIME_BYTES + 2):
         raise error("INVALID_REQUEST", f"{len(block)} bytes are no block of deduplication IDs")
@@ -296,7 +299,7 @@ def parse_block(block: bytes) -> WindowBlock:
 
 
 def known_in(block: bytes) -> Iterator[KnownId]:
-    """Yield the IDs of a block, in order. Raises as `parse_block`."""
+    """Yield the IDs of a block, in order. Raises the errors of `parse_block`."""
     columns = parse_block(block)
     ids, ends = columns.ids.tobytes(), accumulate(columns.sizes.tolist(), initial=0)
     for (begin, end), time_ms in zip(pairwise(ends), columns.times_ms.tolist(), strict=True):

@@ -5,8 +5,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Protocol
 
-from seqdedupe.v1 import admin_pb2
-
 
 def counted(count: int, one: str, many: str = "") -> str:
     """Return the count with its noun, such as "1 topic" or "1,024 topics". `many` is needed if the plural is not `one`
@@ -17,8 +15,7 @@ def counted(count: int, one: str, many: str = "") -> str:
 class Buckets:
     """Counts of values by size. The bounds ascend, and each value is counted at the first bound that the value does not
     exceed. Larger values are counted last. Only one thread may add values. Other threads may read: each number is
-    correct, but the numbers may come from different moments.
-    """
+    correct, but the numbers may come from different moments."""
 
     __slots__ = ("bounds", "counts", "sum")
 
@@ -32,31 +29,22 @@ class Buckets:
         self.sum += value
 
 
-ORDERS = {
-    "rate": admin_pb2.STATISTICS_ORDER_RATE,
-    "name": admin_pb2.STATISTICS_ORDER_NAME,
-    "state": admin_pb2.STATISTICS_ORDER_STATE,
-    "trouble": admin_pb2.STATISTICS_ORDER_TROUBLE,
-    "snapshot": admin_pb2.STATISTICS_ORDER_SNAPSHOT,
-}
-"""Orders by the names that people enter."""
-
 _UNITS = ("", "k", "M", "G", "T", "P", "E")
 
 
-def short(number: float, step: int = 1000) -> str:
+def short(number: float) -> str:
     """Return the number in at most four characters and a unit: 999, 1.2k, 340M."""
     for unit in _UNITS[:-1]:
         if number < 9.95:
             return f"{number:.1f}".removesuffix(".0") + unit
-        if round(number) < step:
+        if round(number) < 1000:
             return f"{number:.0f}{unit}"
-        number /= step
+        number /= 1000
     return f"{number:.0f}{_UNITS[-1]}"
 
 
 def per_second(values: Sequence[int], interval_ms: int) -> float:
-    """Return the rate in the last interval; 0 before the first one has ended."""
+    """Return the rate in the last interval; 0 before the first interval has ended."""
     return values[-1] * 1000 / interval_ms if values else 0.0
 
 
@@ -64,22 +52,6 @@ def merged(values: Sequence[int], count: int) -> list[int]:
     """Return the sums of `count` values each. Extra values at the beginning are omitted."""
     first = len(values) % count
     return [sum(values[at : at + count]) for at in range(first, len(values), count)]
-
-
-def state_name(state: int) -> str:
-    """Return the name of a topic's state."""
-    known = state in admin_pb2.TopicState.values()  # a newer sidecar may have more states
-    return admin_pb2.TopicState.Name(state).removeprefix("TOPIC_STATE_") if known else str(state)  # type: ignore[arg-type]
-
-
-def is_open(topic: admin_pb2.Topic) -> bool:
-    """Return whether the state of its log is known: the topic is not damaged, and has been opened."""
-    return topic.HasField("last") and topic.state != admin_pb2.TOPIC_STATE_DAMAGED
-
-
-def beyond_snapshot(topic: admin_pb2.Topic) -> int | None:
-    """Return the number of messages that a start would read, after the last durable snapshot; None if not known."""
-    return topic.last.index + 1 - topic.snapshot_index if is_open(topic) else None
 
 
 class _Place(Protocol):
@@ -95,18 +67,10 @@ class _Place(Protocol):
 def first_unread(position: _Place, incarnation: int, first_index: int) -> int:
     """Return the first index that a reader at this position has not read, in a topic that begins at `first_index`.
 
-    If a topic was deleted and created again, a position of the old topic is before all its messages.
+    If a topic was deleted and created again, a position of the old topic is before all messages of the new topic.
     """
     is_of_this = position.incarnation == incarnation
     return max(first_index, position.index + 1 if is_of_this else 0)
-
-
-def cursor_lag(cursor: admin_pb2.TopicCursor, topic: admin_pb2.Topic) -> int | None:
-    """Return the number of messages after the position that a cursor keeps; None if it is not known."""
-    if not is_open(topic):
-        return None
-    first_index = first_unread(cursor.position, topic.last.incarnation, topic.first_index)
-    return max(0, topic.last.index + 1 - first_index)
 
 
 def duration(seconds: int) -> str:

@@ -1,6 +1,9 @@
-"""Files that a user names, which are read without waiting. Durable files and folders, which exist completely or not at
-all: functions that write and sync, new folders that get their name last, and sealed files, which begin with their kind
-and end with a digest. And files that are locked while their owner lives.
+"""Functions for these kinds of files:
+
+- Files that a user names. They are read without waiting.
+- Durable files and folders, which exist completely or not at all. A new folder gets its name last.
+- Sealed files, which begin with the kind of file and end with a digest.
+- Files that a process locks until the process ends.
 """
 
 import errno
@@ -20,19 +23,19 @@ from typing import BinaryIO
 from seqdedupe.errors import SeqdedupeError, error
 
 UNFINISHED = ".unfinished"
-"""The end of a new folder's name until everything in it is durable."""
+"""The suffix of a new folder's name. The suffix is removed when the contents of the folder are durable."""
 
 
 # -- Files that a user names, and that may be anything.
 
 MAX_NAMED_BYTES = 64 * 1024 * 1024
-"""The most bytes of a named file. The largest lists of revoked certificates have a tenth of this."""
+"""The maximum size of a named file in bytes. The largest certificate revocation lists have a tenth of this size."""
 
 
 def open_named(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a file that a user names, to read it, and never wait: a pipe or a device may have no data, or no end.
+    """Open a file that a user names for reading, and never wait: a pipe or a device may have no data, or no end.
 
-    Raises OSError, also if it is not a regular file.
+    Raises OSError, also if the file is not a regular file.
     """
     file = open(path, "rb", opener=_without_waiting)  # noqa: SIM115, the caller closes it
     try:
@@ -44,13 +47,13 @@ def open_named(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def check_regular(file: int, path: str | os.PathLike[str]) -> None:
-    """Raise OSError if the open file is not a regular one."""
+    """Raise OSError if the open file is not a regular file."""
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", os.fspath(path))
 
 
 def read_named(path: str | os.PathLike[str], most_bytes: int = MAX_NAMED_BYTES) -> bytes:
-    """Return the contents of a named file. Raises OSError, also if it has more than `most_bytes`."""
+    """Return the contents of a named file. Raises OSError, also if the file has more than `most_bytes`."""
     with open_named(path) as file:
         data = file.read(most_bytes + 1)
     if len(data) > most_bytes:
@@ -77,7 +80,7 @@ def sync_folder(folder: Path) -> None:
 def write_synced(path: Path, data: bytes) -> None:
     """Write a small file that only its owner may read, and make it durable. Raises OSError.
 
-    A power cut meanwhile may leave it short or empty.
+    After a power cut during this call, the file may be short or empty.
     """
     file = _written(path, data)
     try:
@@ -88,7 +91,8 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 def write_all_synced(folder: Path, files: dict[str, bytes], threads: Executor) -> None:
-    """Do as `write_synced`, for several files of a folder. Their syncs and the folder's run in parallel."""
+    """Do the same as `write_synced` for several files of a folder. The syncs of the files and of the folder run in
+    parallel."""
     written: list[int] = []
     try:
         for name, data in files.items():
@@ -115,7 +119,7 @@ def _written(path: Path, data: bytes) -> int:
 
 
 def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
-    """Write all of it at this offset. Raises OSError; then any part may have been written."""
+    """Write all data at this offset. Raises OSError. After an error, any part of the data may have been written."""
     rest = memoryview(data)
     while rest:
         # The write may be short, as on a disk that fills up. Writing the rest then raises the reason.
@@ -125,9 +129,10 @@ def write_all(file: int, data: bytes | memoryview, offset: int) -> None:
 
 @contextmanager
 def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
-    """Yield a new folder, which gets the name `to` after the block. If the block raises, nothing is left.
+    """Yield a new folder, which gets the name `to` after the block. If the block raises an error, the folder is
+    removed.
 
-    Raises DIRECTORY_NOT_EMPTY if `to` is in use, or lies within `apart_from`, which must not change; OSError.
+    Raises DIRECTORY_NOT_EMPTY if `to` is in use, or is inside `apart_from`, which must not change; OSError.
     """
     to = to.resolve()
     unfinished = to.with_name(to.name + UNFINISHED)
@@ -147,9 +152,9 @@ def becoming(to: Path, apart_from: Path) -> Iterator[Path]:
 
 def _check_is_free(to: Path, unfinished: Path, apart_from: Path) -> None:
     if unfinished.exists():
-        raise error("DIRECTORY_NOT_EMPTY", f"{unfinished} is there: what did not end has left it")
+        raise error("DIRECTORY_NOT_EMPTY", f"{unfinished} exists: an unfinished command has left it")
     if to.is_relative_to(apart_from):
-        raise error("DIRECTORY_NOT_EMPTY", f"{to} is within {apart_from}, which stays as it is")
+        raise error("DIRECTORY_NOT_EMPTY", f"{to} is within {apart_from}, which must not change")
     if to.is_mount() or (to.exists() and (not to.is_dir() or any(to.iterdir()))):
         what = "the root of a file system" if to.is_mount() else "not an empty directory"
         raise error("DIRECTORY_NOT_EMPTY", f"{to} is {what}")
@@ -163,15 +168,16 @@ _BLOCK_BYTES = 1024 * 1024
 
 
 def head_of(magic: bytes, version: int) -> bytes:
-    """Return the beginning of a file of this kind: 16 bytes of text, and the format version."""
+    """Return the head of a file of this kind: 16 bytes of text, and the format version."""
     return magic + struct.pack("<I", version)
 
 
 @contextmanager
 def writing_sealed(path: Path, head: bytes) -> Iterator[Callable[[bytes | bytearray], None]]:
-    """Yield a function that takes the body in pieces. After the block the file is durable.
+    """Yield a function that writes the body in pieces. After the block the file is durable.
 
-    If the block raises, an earlier file is unchanged. Raises OSError."""
+    If the block raises an error, an existing file is unchanged. Raises OSError.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.writing")
     digest = hashlib.sha256(head)
     try:
@@ -203,7 +209,8 @@ def magic_of(path: Path) -> bytes:
 
 
 def check_sealed(path: Path, file: BinaryIO, head: bytes, least_bytes: int, kind: str) -> int:
-    """Check the head, and the digest, which covers all the rest. Return the bytes of the body; `file` is at its begin.
+    """Check the head, and the digest of the file. Return the number of bytes of the body. `file` is then at the
+    beginning of the body.
 
     The body must have at least `least_bytes`. Raises INVALID_SOURCE, NEWER_FORMAT, OSError.
     """
@@ -229,16 +236,18 @@ def check_sealed(path: Path, file: BinaryIO, head: bytes, least_bytes: int, kind
 
 
 def not_as_written(path: Path, what: str) -> SeqdedupeError:
-    """Return the error for a file that differs from what was written."""
+    """Return the error for a file whose content differs from the written content."""
     return error(
-        "INVALID_SOURCE", f"{path}: {what}", hint="Give a file that `seqdedupe export` has written, or write it again."
+        "INVALID_SOURCE",
+        f"{path}: {what}",
+        hint="Name a file that `seqdedupe export` has written, or export the file again.",
     )
 
 
 # -- Files that are locked while their owner lives, and that name the owner.
 #
-# A data directory's lock is a separate file in it. Store and logs are moved away for repairs. A lock among them would
-# move with them, and a second process would get another one.
+# A data directory's lock is a separate file in it. Operators move store and logs away for repairs. A lock in one of
+# these folders would be moved too, and a second process would get a different lock.
 
 DIRECTORY_LOCK = "LOCK"
 """The lock's name in the data directory. No procedure moves or removes it."""
@@ -250,7 +259,7 @@ _SYSTEM_LOCKS = Path("/proc/locks")
 
 
 class Lock:
-    """A locked file. The system unlocks it when the process ends, in any way."""
+    """A locked file. The system unlocks the file when the process ends or crashes."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -258,7 +267,8 @@ class Lock:
 
     @staticmethod
     def take(path: Path) -> "Lock":
-        """Lock the file, made if missing. Raises BlockingIOError, whose `strerror` names the owner; OSError."""
+        """Lock the file. Create the file if it is missing. Raises BlockingIOError, whose `strerror` names the owner;
+        OSError."""
         while True:
             lock = Lock(path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
             try:
@@ -282,9 +292,10 @@ class Lock:
         return self._path
 
     def is_held(self) -> bool:
-        """Return whether the file at the path is still the locked one. Otherwise another process may lock the new file.
+        """Return whether the file at the path is still the locked file. If not, another process may lock the new file.
 
-        Raises OSError if that cannot be found out now."""
+        Raises OSError if this cannot be determined now.
+        """
         try:
             return os.path.samestat(os.stat(self._path, follow_symlinks=False), os.fstat(self._descriptor))
         except (FileNotFoundError, NotADirectoryError):
@@ -304,7 +315,7 @@ class Lock:
     def _say_owner(self) -> None:
         started = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
         said = f"process {os.getpid()} on {socket.gethostname()}, started {started}\n"
-        # A full disk has no room for the text. The file is locked all the same.
+        # A full disk has no room for the text. The file is locked nevertheless.
         with suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, said.encode(), 0)
@@ -320,9 +331,10 @@ class Lock:
 
 
 def holder_of(descriptor: int) -> str:
-    """Return in words which other process has locked an open file: its process ID, or that it is not known.
+    """Return a text about the other process that has locked an open file: the process ID, or that the process is not
+    known.
 
-    The system does not name a process outside of this one's container, nor one on another machine.
+    The system does not name a process outside this process's container, or on another machine.
     """
     pids = _holders(os.fstat(descriptor)) - {os.getpid()}
     if known := sorted(pid for pid in pids if pid > 0):
@@ -331,7 +343,8 @@ def holder_of(descriptor: int) -> str:
 
 
 def _holders(file: os.stat_result) -> set[int]:
-    """Return the processes that have locked a file, as far as this process may see them. 0 or less: not named."""
+    """Return the IDs of the processes that have locked a file, if this process may see them. A number of 0 or less
+    stands for a process without a known ID."""
     name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
     try:
         lines = [line.split() for line in _SYSTEM_LOCKS.read_text().splitlines()]
@@ -357,7 +370,7 @@ def locked_directory(folder: Path) -> Iterator[Lock]:
 
 @contextmanager
 def kept_unused(folder: Path) -> Iterator[None]:
-    """Keep sidecars from using this data directory during the block. Nothing in it changes.
+    """Prevent sidecars from using this data directory during the block. Change nothing in the directory.
 
     Raises DIRECTORY_IN_USE; OSError.
     """
@@ -377,10 +390,11 @@ def kept_unused(folder: Path) -> Iterator[None]:
 
 
 def owner_of(folder: Path) -> str | None:
-    """Return in words who has locked this data directory; None if nobody has, or it is not known. Locks nothing.
+    """Return a text that names the process that has locked this data directory. Return None if no process has locked
+    it, or if the process is not known. Lock nothing.
 
-    The system's list of locks decides. It may name another device than the folder's file system does. Then the owner
-    is not found.
+    The function uses the system's list of locks. If this list names another device than the folder's file system, the
+    process is not found.
     """
     try:
         file = os.stat(folder / DIRECTORY_LOCK)
@@ -391,5 +405,6 @@ def owner_of(folder: Path) -> str | None:
 
 
 def in_use(folder: Path, owner: str) -> SeqdedupeError:
-    """Return DIRECTORY_IN_USE for a data directory and its owner in words."""
+    """Return the error DIRECTORY_IN_USE for a data directory. `owner` is a text that names the process that uses the
+    directory."""
     return error("DIRECTORY_IN_USE", f"the data directory {folder} is in use: {owner} has it")

@@ -1,9 +1,9 @@
 """A small HTTP server in threads, next to the event loop, for GET and HEAD with one request per connection.
 `Exposition` is the server's route `/metrics`, which needs prometheus-client.
 
-A client that sends or reads slowly, or is silent, holds one of MAX_CONNECTIONS threads. If all these threads are in
-use, such a client loses its thread to the next client. Threads that wait for the event loop end later. While
-MAX_THREADS threads exist, the server accepts no further client. The event loop never waits for a client.
+A client that sends or reads slowly, or is silent, occupies one of MAX_CONNECTIONS threads. If all these threads are in
+use, the next client gets the thread of such a client. Threads that wait for the event loop end later. While MAX_THREADS
+threads exist, the server accepts no further client. The event loop never waits for a client.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from email.message import Message
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
@@ -32,22 +32,22 @@ from seqdedupe.address import SidecarAddress, cannot_listen, family_of
 logger = logging.getLogger("seqdedupe.web")
 
 MAX_CONNECTIONS = 16
-"""The most connections at once. One more ends the oldest one."""
+"""The maximum number of connections. A further connection ends the oldest connection."""
 
 MAX_THREADS = 2 * MAX_CONNECTIONS
-"""The most threads, including those whose connections have ended."""
+"""The maximum number of threads, including threads whose connections have ended."""
 
 MAX_HEAD_BYTES = 16 * 1024
-"""The most bytes of a request: its first line and its headers. A body is never read."""
+"""The maximum size of a request in bytes, with its first line and headers. The server never reads a body."""
 
 HEAD_SECONDS = 10.0
-"""The time by which a client must have sent its request."""
+"""The time within which a client must send its request."""
 
 SEND_SECONDS = 30.0
-"""The time by which it must have read the answer."""
+"""The time within which a client must read the answer."""
 
 LOOP_SECONDS = 20.0
-"""The time that an answer waits for the event loop."""
+"""The maximum time that an answer waits for the event loop."""
 
 FULL_SECONDS = 0.1
 """The pause after a connection could not be served."""
@@ -61,7 +61,7 @@ class Request:
 
     path: str
     query: Mapping[str, str]
-    """By name. If a name occurs several times, its last value."""
+    """The values of the query string by name. If a name occurs several times, the last value."""
     headers: "Message[str, str]"
     """By name; upper and lower case are equal."""
     client: tuple[str, int]
@@ -84,11 +84,13 @@ def text(body: str, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 Route = Callable[[Request], Response]
-"""A function that makes the answer, in a thread of the connection. It calls code of the event loop by `on_loop`."""
+"""A function that creates the answer. It runs in the connection's thread, and calls code on the event loop with
+`on_loop`."""
 
 
 def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Return the result of a coroutine run on the event loop; for a route. Raises TimeoutError, which becomes a 503."""
+    """Run a coroutine on the event loop for a route, and return the result. Raises TimeoutError; the server then
+    answers 503."""
     asked = asyncio.run_coroutine_threadsafe(call(), loop)
     try:
         return asked.result(LOOP_SECONDS)
@@ -97,10 +99,11 @@ def on_loop(loop: asyncio.AbstractEventLoop, call: Callable[[], Coroutine[Any, A
 
 
 class WebServer:
-    """The server. It listens from its creation on, and serves `routes`, by path, after `begin`.
+    """The server. It listens as soon as it is created. After `begin`, it answers requests. `routes` contains a function
+    for each path.
 
-    If the address is loopback, a request's Host must be localhost or an IP address. Otherwise a foreign web page could
-    use a host name that points to this machine, and make a browser on this machine read the pages. Raises
+    If the address is loopback, a request's Host must be localhost or an IP address. Without this rule, a foreign web
+    page could use a host name that points to this machine, and make a browser on this machine read the pages. Raises
     INVALID_CONFIGURATION if the server cannot listen.
     """
 
@@ -116,7 +119,7 @@ class WebServer:
         except (OSError, OverflowError) as e:
             self._socket.close()
             raise cannot_listen(address, e, key) from e
-        self.address = replace(address, port=self._socket.getsockname()[1])
+        self.address = address._replace(port=self._socket.getsockname()[1])
         self._lock = threading.Lock()
         self._free = threading.Semaphore(MAX_THREADS)
         self._open: dict[socket.socket, None] = {}
@@ -128,7 +131,7 @@ class WebServer:
         threading.Thread(target=self._accept_all, name="seqdedupe-web", daemon=True).start()
 
     def close(self) -> None:
-        """End all connections. May be called from any thread, and again."""
+        """End all connections. May be called from any thread, and more than once."""
         self._is_closed = True
         _end(self._socket)
         self._socket.close()
@@ -171,7 +174,7 @@ class WebServer:
 
 
 class _NoRequest(Exception):
-    """A client has not sent its request in time, or has sent one that is too long."""
+    """A client has not sent its request in time, or has sent a request that is too long."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -239,7 +242,7 @@ def _head_of(connection: socket.socket) -> bytes:
 
 
 def _is_local_name(host: str) -> bool:
-    """Whether a Host header names this machine by localhost or an address, to which no foreign name can point."""
+    """Whether a Host header contains localhost or an IP address, and not a host name that somebody else may control."""
     name = host if host.endswith("]") else host.rpartition(":")[0] or host
     if name.lower() == "localhost":
         return True
@@ -251,7 +254,7 @@ def _is_local_name(host: str) -> bool:
 
 
 def _end(connection: socket.socket) -> None:
-    """End it, so that threads that read it, write it or wait for connections notice the end."""
+    """End the socket, so that threads that read, write or wait for connections notice the end."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -263,7 +266,8 @@ FRESH_SECONDS = 0.5
 
 
 class Exposition(Collector):
-    """The route: the metrics of `collect`, and the process's own. Numbers may be some milliseconds apart."""
+    """The route `/metrics`: the metrics of `collect`, and the metrics of the process. The numbers may be some
+    milliseconds apart."""
 
     def __init__(self, collect: Callable[[], Iterator[Metric]]) -> None:
         self._collect = collect
@@ -293,5 +297,5 @@ class Exposition(Collector):
         return self._collect()
 
     def describe(self) -> list[Metric]:
-        """Return nothing: so the registry does not collect just to learn the names."""
+        """Return an empty list. Otherwise the registry would collect all metrics only to get their names."""
         return []

@@ -1,18 +1,16 @@
-"""The limits that all parts of the project keep, the limits set for a log or a window, and the numbers that mean
-*none*."""
+"""The limits that apply to all parts of the project, the configurable limits of a log or a window, and the numbers that
+mean *none*."""
 
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 MAX_NAME_BYTES = 255
-"""The most bytes of a topic's or producer's name, in UTF-8."""
+"""The maximum size of a topic's or producer's name, in bytes of UTF-8."""
 
 MAX_TOKEN_BYTES = 6 * 1024
-"""The most bytes of a caller's token. gRPC takes 8 KiB for all metadata of a call."""
+"""The maximum size of a caller's token in bytes. gRPC accepts 8 KiB for all metadata of a call."""
 
 MIN_RSA_BITS = 2048
-"""The fewest bits of an RSA key that signs tokens, or belongs to a certificate."""
+"""The minimum size in bits of an RSA key that signs tokens, or belongs to a certificate."""
 
 MAX_SEQUENCE_ID = 2**63 - 1
 NO_SEQUENCE_ID = -1
@@ -23,21 +21,23 @@ MAX_EVENT_TIME_MS = 2**63 - 1
 """An event time is any signed 64-bit number; 0 is none."""
 
 NO_EPOCH = 0
-"""The epoch of a producer that nobody has opened, or not since it was forgotten."""
+"""The epoch of a producer that no client has opened, or has opened since the producer was forgotten."""
 
 MAX_INDEX = 2**63 - 1
 """The highest index of a message, and of the begin or end of a read."""
 
 LINK_LEFT_OUT = -2
-"""In `Batch.previous_sequence_ids`: the producer does not state the ID of its previous message."""
+"""In `Batch.previous_sequence_ids`: the producer omits the ID of its previous message."""
 
 MAX_BATCH_BYTES = 8 * 1024 * 1024
-"""The most bytes of an encoded batch. With the largest payload, it still has room for keys and properties."""
+"""The maximum size of an encoded batch in bytes. A batch with the largest payload still has room for keys and
+properties."""
 
 MAX_BATCH_ROWS = 65_536
 MAX_DEDUPLICATION_ID_BYTES = 255
 MIN_WINDOW_MEMORY_IN_MB = 4
-"""The least `deduplication_window_memory_in_mb`. Less has no room for a chunk, the unit moved to a run or dropped."""
+"""The minimum of `deduplication_window_memory_in_mb`. With less memory there would be no room for a chunk, which is the
+unit that is moved to a run or dropped."""
 MAX_PAYLOAD_BYTES = 5 * 1024 * 1024
 """Pulsar's `maxMessageSize`."""
 MAX_PARTITIONS = 1024
@@ -45,38 +45,36 @@ MAX_PARTITIONS = 1024
 MAX_OPEN_NAMES = 10_000
 """The most names in one `Open`."""
 MAX_NAMES_AT_ONCE = 65_536
-"""The most names in one `Register`, or in one part of an import."""
+"""The maximum number of names in one `Register`, or in one part of an import."""
 MAX_POSITION_BYTES = 255
-"""The most bytes of a position in a broker's own log. The broker defines them."""
+"""The maximum size in bytes of a position in a broker's own log. The broker defines the contents of positions."""
 MAX_PLACE_BYTES = 8192
-"""The most bytes that a snapshot holds about its topic's log."""
+"""The maximum size in bytes of the data that a snapshot stores about its topic's log."""
 
 NO_LIMIT = -1
 
 
-@dataclass(frozen=True, slots=True)
-class WindowLimits:
-    """The limits of a window. A window contains an ID at least until later messages reach one of these limits.
-    NO_LIMIT: never."""
+class WindowLimits(NamedTuple):
+    """The limits of a window. A window contains an ID at least until later messages reach one of these limits. With
+    NO_LIMIT, messages never reach this limit."""
 
     messages: int
     id_bytes: int = NO_LIMIT
     milliseconds: int = NO_LIMIT
 
 
-@dataclass(frozen=True)
-class FlushInterval:
-    """When a log that syncs itself must sync: as soon as one of the two limits is reached. The default is every
-    commit."""
+class FlushInterval(NamedTuple):
+    """Defines when a log that does its own syncs must sync: as soon as one of the two limits is reached. By default the
+    log syncs every commit."""
 
     messages: int = 1
     """The number of messages written and not synced."""
     ms: int = 0
-    """The time since the first of them was written."""
+    """The maximum time since the oldest unsynced message was written, in milliseconds."""
 
-    @cached_property
+    @property
     def is_every_commit(self) -> bool:
-        """Whether nothing is acknowledged before it is synced. Each frame asks."""
+        """Return whether every append is synced before it is acknowledged. This is called for each frame."""
         return self.messages <= 1 or self.ms <= 0
 
 
@@ -84,6 +82,6 @@ class Retention(NamedTuple):
     """The amount of messages that a log keeps at least. None: no limit."""
 
     size_bytes: int | None = None
-    """The oldest messages may be dropped while the remaining ones take at least this size."""
+    """The oldest messages may be dropped as long as the remaining messages have at least this size."""
     age_ms: int | None = None
     """Messages published longer ago may be dropped."""

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,17 +15,16 @@ from seqdedupe.v1 import batch_pb2
 
 _NUMBER = r"\d{1,19}"
 _ID = rf"{_NUMBER}:{_NUMBER}(:{_NUMBER})?"
-_MESSAGE_ID = re.compile(_ID, re.ASCII)
-_POSITION = re.compile(
+# Compiled at the first use: few programs read positions from text.
+_POSITION = (
     rf"(?P<incarnation>{_NUMBER})(/((?P<start>start)|(?P<last>{_ID})))?@(?P<index>-1|{_NUMBER})"
-    r"(#(?P<ownership>[0-9a-f]{16}))?",
-    re.ASCII,
+    r"(#(?P<ownership>[0-9a-f]{16}))?"
 )
 _MAX_INT64 = 2**63 - 1
 
 
 def checked_index(index: int) -> int:
-    """Return the index, if it can be a message's. Raises INVALID_POSITION."""
+    """Return the index if it is in the range of message indexes. Otherwise raise INVALID_POSITION."""
     if not 0 <= index <= MAX_INDEX:
         raise error("INVALID_POSITION", f"{index} is not an index: they are counted from 0, up to {MAX_INDEX}")
     return index
@@ -35,8 +33,8 @@ def checked_index(index: int) -> int:
 class MessageId(NamedTuple):
     """The place of a message in its log: ledger, entry, and batch index (-1 if an entry is one message).
 
-    Ordered, hashable and picklable. `str()` returns `ledger:entry` or `ledger:entry:batch_index`, and `parse` reads it
-    back. `to_bytes` and `from_bytes` are the form for storing (the protobuf message of the same name).
+    Ordered, hashable and picklable. `str()` returns `ledger:entry` or `ledger:entry:batch_index`, and `parse` reads
+    this text. `to_bytes` and `from_bytes` convert to and from the stored form (the protobuf message of the same name).
     """
 
     ledger_id: int
@@ -49,13 +47,14 @@ class MessageId(NamedTuple):
 
     @staticmethod
     def of(incarnation: int, index: int) -> "MessageId":
-        """Return a message's ID in the embedded log: its ledger is the topic's incarnation, its entry the index."""
+        """Return a message's ID in the embedded log. The ledger is the topic's incarnation, and the entry is the
+        index."""
         return MessageId(incarnation, index)
 
     @staticmethod
     def parse(text: str) -> "MessageId":
         """Return the message ID that `str()` printed. Raises INVALID_POSITION."""
-        if _MESSAGE_ID.fullmatch(text):
+        if re.fullmatch(_ID, text, re.ASCII):
             parts = [int(part) for part in text.split(":")]
             if max(parts) <= _MAX_INT64:
                 return MessageId(*parts)
@@ -73,7 +72,7 @@ class MessageId(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "MessageId":
-        """Return the message ID. Raises INVALID_POSITION if the bytes are not a message ID's."""
+        """Return the message ID. Raises INVALID_POSITION if the bytes do not encode a message ID."""
         try:
             return MessageId.from_proto(batch_pb2.MessageId.FromString(data))
         except DecodeError as e:
@@ -86,11 +85,12 @@ class Position(NamedTuple):
     Positions are only compared for equality. Positions of two incarnations have no order. The start of a topic is
     `Position.start(incarnation)`: no message yet, index -1.
 
-    `ownership` (64 bits, unsigned) identifies the history of the topic: it has eight bytes of the token of the marker
-    under which the message was written. A log that was restored to an older copy and grew again has other messages at
-    the same indexes, and another ownership there. 0 means unknown, and the start has none: then it is not checked. The
-    message ID is unknown (None) if a range was cut at an index: in some logs only a read finds it. The text is then
-    `incarnation@index`. `==` compares all parts as they are; `is_same` ignores unknown ones.
+    `ownership` (64 bits, unsigned) identifies the history of the topic. It has eight bytes of the token of the marker
+    under which the message was written. If an older copy of a log was restored and new messages were appended, other
+    messages have the same indexes, but a different ownership. 0 means unknown; the start of a topic has no ownership.
+    An unknown ownership is not checked. The message ID is unknown (None) if a range was cut at an index, because in
+    some logs only a read finds the ID. The position's text is then `incarnation@index`. `==` compares all parts;
+    `is_same` ignores unknown parts.
     """
 
     incarnation: int
@@ -104,12 +104,13 @@ class Position(NamedTuple):
 
     @staticmethod
     def before(incarnation: int, index: int) -> "Position":
-        """Return the position before the message with this index. Its message ID is not known."""
+        """Return the position before the message with this index. The position has no message ID."""
         return Position(incarnation, None, index - 1)
 
     @staticmethod
     def of(message_id: MessageId) -> "Position":
-        """Return the position after a message of the embedded log. Its ownership is 0. Raises INVALID_POSITION."""
+        """Return the position after a message of the embedded log. The position's ownership is 0. Raises
+        INVALID_POSITION."""
         incarnation, index, batch_index = message_id
         if min(incarnation, index) < 0 or batch_index >= 0:
             raise error("INVALID_POSITION", f"{message_id} is not the ID of a message of the embedded log, as 123:45")
@@ -117,13 +118,14 @@ class Position(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> "Position":
-        """Return the position that `str()` printed, or the position after the embedded log's message with a printed ID.
+        """Return the position whose text `str()` has returned. For the text of a message ID in the embedded log, return
+        the position after this message.
 
         Raises INVALID_POSITION.
         """
-        if _MESSAGE_ID.fullmatch(text):
+        if re.fullmatch(_ID, text, re.ASCII):
             return Position.of(MessageId.parse(text))
-        found = _POSITION.fullmatch(text)
+        found = re.fullmatch(_POSITION, text, re.ASCII)
         if not found:
             raise error(
                 "INVALID_POSITION",
@@ -142,8 +144,8 @@ class Position(NamedTuple):
         return self.index >= 0 or (self.index == -1 and self.message_id is None and self.ownership == 0)
 
     def is_same(self, other: "Position") -> bool:
-        """Whether both are after the same message, as far as is known: a message ID of None, and an ownership of 0,
-        match any."""
+        """Whether both positions are after the same message, as far as is known. A message ID of None matches any ID,
+        and an ownership of 0 matches any ownership."""
         return (
             (self.incarnation, self.index) == (other.incarnation, other.index)
             and (None in (self.message_id, other.message_id) or self.message_id == other.message_id)
@@ -171,7 +173,7 @@ class Position(NamedTuple):
 
     @staticmethod
     def from_bytes(data: bytes) -> "Position":
-        """Return the position. Raises INVALID_POSITION if the bytes are not a position's."""
+        """Return the position. Raises INVALID_POSITION if the bytes do not encode a position."""
         try:
             return Position.from_proto(batch_pb2.Position.FromString(data))
         except DecodeError as e:
@@ -187,26 +189,24 @@ NOWHERE = MessageId(-1, -1)
 """The ID of no entry, before all entries."""
 
 
-@dataclass(slots=True, eq=False)
 class MessageIds:
-    """The message IDs of a batch's rows, or of some of them. `ids[row]` is one ID, `len(ids)` their number.
+    """The message IDs of all or some rows of a batch. `ids[row]` is one ID, and `len(ids)` is the number of IDs.
 
-    The first row of run k has (`ledger_ids[k]`, `entry_ids[k]`, `batch_indexes[k]`). In the run's other rows, the
-    entry counts up if the batch index is -1 (an entry is one message); else the batch index counts up.
+    The first row of run k has (`ledger_ids[k]`, `entry_ids[k]`, `batch_indexes[k]`). If the batch index is -1 (an entry
+    is one message), the entry counts up in the run's other rows. Otherwise the batch index counts up.
     """
 
-    run_rows: Int64s
-    ledger_ids: Int64s
-    entry_ids: Int64s
-    batch_indexes: Int32s
-    _ends: Int64s = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._ends = np.cumsum(self.run_rows, dtype=np.int64)
+    def __init__(self, run_rows: Int64s, ledger_ids: Int64s, entry_ids: Int64s, batch_indexes: Int32s) -> None:
+        self.run_rows = run_rows
+        self.ledger_ids = ledger_ids
+        self.entry_ids = entry_ids
+        self.batch_indexes = batch_indexes
+        self._ends = np.cumsum(run_rows, dtype=np.int64)
 
     @staticmethod
     def of(runs: Iterable[tuple[int, int, int, int]]) -> "MessageIds":
-        """Return the IDs of at least one run: rows, ledger, entry and batch index of each."""
+        """Return the IDs of at least one run. Each run consists of its number of rows, ledger, entry and batch
+        index."""
         rows, ledger_ids, entry_ids, batch_indexes = zip(*runs, strict=True)
         return MessageIds(
             np.array(rows, np.int64),
@@ -217,9 +217,9 @@ class MessageIds:
 
     @staticmethod
     def of_record(record: Any) -> "MessageIds | None":
-        """Return the IDs that a `Record`, as read by `wire`, has for its rows; None if the index decides them.
+        """Return the IDs of the rows of a `Record` that `wire` has read; None if the IDs follow from the index.
 
-        Raises ValueError with the problem, if they cannot be the IDs of its rows.
+        Raises ValueError, with the problem, if the IDs do not fit the record's rows.
         """
         columns = record.run_rows, record.run_ledger_ids, record.run_entry_ids, record.run_batch_indexes
         if not any(columns):
@@ -240,7 +240,7 @@ class MessageIds:
         return ids
 
     def encode(self) -> bytes:
-        """Return the encoded fields of a `Record`. They come after all others."""
+        """Return the encoded message ID fields of a `Record`. These fields follow all other fields."""
         record = wire.Record(
             run_rows=self.run_rows.astype("<u4").tobytes(),
             run_ledger_ids=self.ledger_ids.tobytes(),

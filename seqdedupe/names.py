@@ -1,5 +1,5 @@
-"""Names of topics, namespaces and producers, and what a name alone decides: the partition of a message, and the process
-that has a topic."""
+"""Names of topics, namespaces and producers, and the values that follow from a name alone: the partition of a message,
+and the shard of a topic."""
 
 import re
 from collections.abc import Collection
@@ -21,9 +21,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 def topic_name(name: str) -> str:
     """Return the full name, `persistent://tenant/namespace/name`, of a full or short topic name.
 
-    A short name stands for `persistent://public/default/name`, and `tenant/namespace/name` for the persistent topic, as
-    in Pulsar. Parts have ASCII letters, digits, `_`,
-    `-`, `.`, `=`, and in the last part `:`. Raises INVALID_TOPIC_NAME.
+    As in Pulsar, the short name `name` stands for `persistent://public/default/name`, and `tenant/namespace/name`
+    stands for `persistent://tenant/namespace/name`. Each part may contain ASCII letters, digits, `_`, `-`, `.` and `=`.
+    The last part may also contain `:`. Raises INVALID_TOPIC_NAME.
     """
     full = name
     if _SHORT_NAME.fullmatch(name):
@@ -40,7 +40,7 @@ def topic_name(name: str) -> str:
 
 
 def check_is_no_system_topic(topic: str) -> None:
-    """Raise INVALID_TOPIC_NAME if Pulsar, or a program that runs in it, uses topics of this name itself."""
+    """Raise INVALID_TOPIC_NAME if Pulsar, or a program that runs in Pulsar, reserves this name for system topics."""
     whole = whole_of(topic) or topic
     local = whole.rpartition("/")[2]
     if local.startswith(_SYSTEM_PREFIXES) or local.endswith(_PENDING_ACKS) or namespace_of(whole) == _SYSTEM_NAMESPACE:
@@ -58,7 +58,8 @@ def partition_name(whole: str, partition: int) -> str:
 
 
 def whole_of(topic: str) -> str | None:
-    """Return the name of the partitioned topic that would have a partition with this name; None if there is none."""
+    """Return the name of the partitioned topic that would have a partition with this name. Return None if no partition
+    can have this name."""
     found = _PARTITION.fullmatch(topic)
     return found[1] if found else None
 
@@ -90,7 +91,8 @@ def namespace_of(topic: str) -> str:
 
 
 def decoded_producer_name(name: bytes) -> str:
-    """Return a producer name that came as bytes, not checked further. Raises INVALID_NAME."""
+    """Decode a producer name from bytes. Raises INVALID_NAME for bytes that are not UTF-8. Other rules are not
+    checked."""
     try:
         return name.decode()
     except UnicodeDecodeError as e:
@@ -117,10 +119,11 @@ def check_name_length(encoded: bytes) -> None:
 
 
 def new_producer_name(name: str) -> bytes:
-    """Do as `producer_name`, for a new name, which may have no control characters. Raises INVALID_NAME."""
+    """Do the same as `producer_name` for a new name. A new name must not have control characters. Raises
+    INVALID_NAME."""
     encoded = producer_name(name)
     if _CONTROL.search(name):
-        raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character in it")
+        raise error("INVALID_NAME", f"the producer name {name[:80]!r} has a control character")
     return encoded
 
 
@@ -131,15 +134,16 @@ def check_cursor_name(name: str) -> None:
     except InvalidRequestError as e:
         limits = f"1 to {MAX_NAME_BYTES} bytes and no control characters"
         what = f"{name[:80]!r} is no name of a cursor: it should have {limits}"
-        raise error("INVALID_NAME", what, hint="Give the cursor another name, as mailer/payments.") from e
+        raise error("INVALID_NAME", what, hint="Give the cursor another name, for example mailer/payments.") from e
 
 
 def source_name(name: str, topic: str, creation: int) -> str:
-    """Return the name of the outputs of a topic's messages, which is the same for every process that makes them.
+    """Return the producer name for the outputs of a topic's messages. The name is the same in every process.
 
-    `name` is the function's or pipe's. `topic` is a full name, of a partition if there are several. `creation`
-    identifies the topic among all with its name (an incarnation, a ledger): a topic made again counts from 0 again. No
-    two sources have the same name."""
+    `name` is the name of the function or pipe. `topic` is the full name of the topic or partition. `creation` (an
+    incarnation or a ledger) distinguishes topics with the same name, because a recreated topic counts from 0 again. No
+    two sources have the same name.
+    """
     return f"{name}/{topic}/{creation}"
 
 
@@ -150,10 +154,11 @@ _MASK31 = 0x7FFFFFFF
 
 
 def partition_of(key: bytes | None, producer_name: bytes, partitions: int) -> int:
-    """Return the partition, from 0 to `partitions - 1`, of a message with this key, or None, and this producer.
+    """Return the partition, from 0 to `partitions - 1`, of a message of this producer with this key (None: no key).
 
-    The key decides if there is one, also an empty one; else the producer name. Partitions never take turns. This is as
-    in Pulsar's clients with `Murmur3_32Hash`: the hash without its sign bit, modulo the number of partitions.
+    If the message has a key (which may be empty), the key selects the partition. Otherwise the producer name selects
+    the partition. Messages are never distributed round-robin. The rule is the same as in Pulsar's clients with
+    `Murmur3_32Hash`: the hash without its sign bit, modulo the number of partitions.
     """
     return (murmur3_32(producer_name if key is None else key) & _MASK31) % partitions
 
@@ -193,13 +198,14 @@ ALL_SHARDS = frozenset(range(SHARDS))
 def shard_of(name: str) -> int:
     """Return the shard, from 0 to `SHARDS - 1`, of a topic's full name, or of a namespace.
 
-    A partition has the shard of the whole topic: one process makes and deletes all partitions together.
+    A partition has the shard of its partitioned topic, so that one process makes and deletes all partitions together.
     """
     return murmur3_32((whole_of(name) or name).encode()) % SHARDS
 
 
 def shards_of_worker(worker: int, workers: int) -> frozenset[int]:
-    """Return the shards of a worker, counted from 0, among `workers`: ranges that differ by one in length at most."""
+    """Return the shards of a worker. Workers are counted from 0 to `workers - 1`. The ranges of two workers differ by
+    at most one in length."""
     return frozenset(shard for shard in ALL_SHARDS if shard * workers // SHARDS == worker)
 
 
@@ -215,7 +221,7 @@ def to_text(shards: Collection[int]) -> str:
 
 
 def from_text(text: str) -> frozenset[int]:
-    """Return the shards of a text like that of `to_text`, in any order. Raises INVALID_REQUEST."""
+    """Return the shards in a text such as `0-15,20`, in any order. Raises INVALID_REQUEST."""
     found: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")

@@ -1,7 +1,8 @@
-"""The options of a command that calls a sidecar: its address, and the command's credentials.
+"""The options of a command that calls a sidecar: the sidecar's address, and the command's credentials.
 
-Profiles give them names: `seqdedupe/profiles.toml` in the user's configuration has a table for each sidecar. Its keys
-are the connection options of the commands. It holds no secret: a profile names the file of its token.
+A profile is a named set of these options. The file `seqdedupe/profiles.toml` in the user's configuration has one table
+for each profile. The keys of a table are the connection options of the commands. The file contains no secret: a profile
+only names the file with the token.
 """
 
 import difflib
@@ -50,9 +51,11 @@ _TOLD = "seqdedupe.credentials"
 
 
 def sidecar_options(command: Command) -> Command:
-    """Add `--address`, which the command receives, the options for `told_credentials`, and `--profile`.
+    """Add `--address`, whose value is passed to the command, the options that `told_credentials` reads, and
+    `--profile`.
 
-    A profile decides where neither the command line nor the environment has a value."""
+    The profile's value is used if neither the command line nor the environment has a value.
+    """
     for name, (variable, what) in reversed(_CREDENTIALS.items()):
         command = click.option(
             name,
@@ -100,7 +103,7 @@ def _remember(context: click.Context, option: click.Parameter, value: str | None
 
 
 def _take_profile(context: click.Context, _option: click.Parameter, name: str | None) -> None:
-    context.meta[_TOLD] = {}  # a group may have taken another profile before its command does
+    context.meta[_TOLD] = {}  # a group may have selected another profile before its command does
     if name:
         context.default_map = read_profile(name)
 
@@ -113,14 +116,16 @@ def _profile_names(_context: click.Context, _option: click.Parameter, incomplete
 
 
 def told_files() -> dict[str, str]:
-    """Return the files that the current command line names, by their names in `Credentials`.
+    """Return the credential files that the current command line names, by the field names of `Credentials`.
 
-    A file of its profile is included if the environment has none."""
+    If neither the command line nor the environment names a file, the profile's file is included.
+    """
     return dict(click.get_current_context().meta.get(_TOLD, {}))
 
 
 def told_credentials() -> Credentials:
-    """Return the credentials of the current command line; the environment has the rest. Raises INVALID_CREDENTIALS."""
+    """Return the credentials of the current command line. Missing values come from the environment. Raises
+    INVALID_CREDENTIALS."""
     return Credentials.from_environment(**told_files())
 
 
@@ -135,9 +140,10 @@ def profiles_path() -> Path:
 
 
 def read_profiles() -> dict[str, Profile]:
-    """Return all profiles by name, in the order of the file; none if there is no file.
+    """Return all profiles by name, in the order of the file; no profiles if the file does not exist.
 
-    Raises INVALID_CONFIGURATION if any part of the file is invalid, also for another profile."""
+    Raises INVALID_CONFIGURATION if any part of the file is invalid, even a part about another profile.
+    """
     path = profiles_path()
     try:
         tables = tomllib.loads(read_named(path, MAX_PROFILES_BYTES).decode())
@@ -149,7 +155,8 @@ def read_profiles() -> dict[str, Profile]:
 
 
 def read_profile(name: str) -> Profile:
-    """Return one profile. Raises INVALID_CONFIGURATION if there is none of this name, and as `read_profiles`."""
+    """Return one profile. Raises INVALID_CONFIGURATION if no profile has this name, and the errors of
+    `read_profiles`."""
     profiles = read_profiles()
     if name not in profiles:
         near = difflib.get_close_matches(name, profiles, 1)

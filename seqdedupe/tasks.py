@@ -1,4 +1,5 @@
-"""Concurrent work: news for all waiting tasks, work that is retried, and work that outlasts its caller."""
+"""Helpers for concurrent work: notifications to all waiting tasks, retries, and work that continues after its caller
+has ended."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -11,8 +12,8 @@ R = TypeVar("R")
 
 
 class Broadcast:
-    """News for all waiting tasks: each task wakes once. A task that is cancelled while it waits is no longer in the
-    list of waiting tasks."""
+    """A notification to all waiting tasks: each waiting task wakes once. A task that is cancelled while it waits is no
+    longer in the list of waiting tasks."""
 
     def __init__(self) -> None:
         # A dict keeps the order: tasks continue in the order in which they came.
@@ -75,3 +76,9 @@ async def shielded(tasks: dict[str, asyncio.Task[R]], name: str, work: Coroutine
     tasks[name] = task = asyncio.ensure_future(run())
     task.add_done_callback(retrieve)
     return await asyncio.shield(task)
+
+
+async def shared(tasks: dict[str, asyncio.Task[R]], name: str, begin: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    """Return the result of the work in `tasks` with this name. If there is none, begin it, as `shielded` does."""
+    running = tasks.get(name)
+    return await (shielded(tasks, name, begin()) if running is None else asyncio.shield(running))

@@ -1,6 +1,8 @@
-"""A real sidecar for tests: a separate process, for the length of a block, that can be killed and started again.
+"""A real sidecar for tests. The sidecar is a separate process, which runs during a `with` block, and can be killed and
+started again.
 
-And limits for waits: `Patience` measures progress, so that a slow machine does not change a result.
+This module also limits waits: `Patience` measures progress, so that a slow machine does not change the result of a
+test.
 """
 
 import asyncio
@@ -44,7 +46,7 @@ _sidecars: "weakref.WeakSet[Sidecar]"
 
 
 class Stalled(RuntimeError):
-    """A wait has failed. The message names the wait, and contains what was seen last and the stacks of all
+    """A wait has failed. The message names the wait, and contains the last observed values and the stacks of all
     processes."""
 
 
@@ -80,7 +82,7 @@ class Patience:
         raise Stalled(f"{self._what} {why}{last}\n{all_stacks()}")
 
     def wait(self, process: "subprocess.Popen[Any]", seen: Callable[[], object] | None = None) -> int:
-        """Wait for a process to end, and return its exit status. Raises Stalled as `check` does."""
+        """Wait until a process ends, and return its exit status. Raises Stalled as `check` does."""
         while True:
             try:
                 return process.wait(_POLL_SECONDS)
@@ -88,7 +90,8 @@ class Patience:
                 self.check(*(() if seen is None else (seen(),)))
 
     def run(self, command: Sequence[str], **options: Any) -> "subprocess.CompletedProcess[str]":
-        """Do as `subprocess.run`, with output as text. Raises Stalled as `check` does, and then kills the process."""
+        """Do the same as `subprocess.run`, with output as text. If the wait stalls, kill the process, and raise Stalled
+        as `check` does."""
         with tempfile.TemporaryFile("w+") as printed, tempfile.TemporaryFile("w+") as errors:
             given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": printed, "stderr": errors} | options
             with subprocess.Popen(command, **given) as process:
@@ -105,7 +108,7 @@ def all_stacks() -> str:
     """Return the stacks of this process's threads, of the tasks of its running event loop, and of its child processes.
 
     Java, and Python with a handler of STACKS_SIGNAL, print their stacks when asked. For other processes, return where
-    each thread waits in the kernel. Only on Linux. No process ends because of this."""
+    each thread waits in the kernel. Works only on Linux. This call ends no process."""
     pids = _below(os.getpid())
     names = [f"{pid}: {' '.join(_command(pid))[:200]}" for pid in pids]
     said = [_own_stacks(), "\n".join(["The processes below it:", *names])]
@@ -156,7 +159,7 @@ def _awaits(task: "asyncio.Task[Any]") -> Iterator[str]:
 
 
 def _below(pid: int) -> list[int]:
-    """Return all processes that this one has started, directly or indirectly."""
+    """Return all processes that this process has started, directly or indirectly."""
     children: defaultdict[int, list[int]] = defaultdict(list)
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -175,7 +178,8 @@ def _command(pid: int) -> list[str]:
 
 
 def _ask(pid: int) -> int:
-    """Make a process print its stacks, if it handles a signal for that and goes on. Return the signal, or 0."""
+    """If a process handles a signal by printing its stacks and continuing, send this signal. Return the signal, or
+    0."""
     with contextlib.suppress(OSError):
         program = Path(f"/proc/{pid}/exe").readlink().name
         number = signal.SIGQUIT if program == "java" else STACKS_SIGNAL if "python" in program else 0
@@ -186,7 +190,7 @@ def _ask(pid: int) -> int:
 
 
 def _kernels_view(pid: int) -> str:
-    """Return where each thread of a process waits, as far as this user may know."""
+    """Return where each thread of a process waits in the kernel, if this user may see this."""
     lines = [f"Process {pid}, which prints no stacks, by the kernel:"]
     for thread in Path("/proc").glob(f"{pid}/task/*"):
         for name in ("comm", "wchan", "stack"):
@@ -196,7 +200,8 @@ def _kernels_view(pid: int) -> str:
 
 
 def _has_signal(pid: int, which: str, number: int) -> bool:
-    """Return whether a process handles a signal (SigCgt), or has not received it yet (ShdPnd)."""
+    """Return whether this signal is set in a field of the process's status: SigCgt (the process handles the signal) or
+    ShdPnd (the signal is pending)."""
     with contextlib.suppress(OSError):
         status = Path(f"/proc/{pid}/status").read_text(errors="replace")
         if found := re.search(rf"^{which}:\s*(\w+)", status, re.MULTILINE):
@@ -205,7 +210,8 @@ def _has_signal(pid: int, which: str, number: int) -> bool:
 
 
 def _outputs(pids: list[int]) -> tuple[list[BinaryIO], list[int]]:
-    """Return the files to which these processes print, each open at its end, and the pipes that this process reads."""
+    """Return the files to which these processes print, each opened at its end. Also return the pipes that this process
+    reads."""
     ours: dict[tuple[int, int], int] = {}
     for fd in map(int, os.listdir("/proc/self/fd") if pids else []):
         with contextlib.suppress(OSError):
@@ -234,7 +240,7 @@ def _unread_bytes(pipe: int) -> int:
 
 
 def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
-    """Wait until nothing changes any more, and no signal is pending: the first value of `look`."""
+    """Wait until the values of `look` no longer change, and the first value shows no pending signal."""
     ends = time.monotonic() + _MOST_SECONDS
     before: tuple[object, ...] = ()
     while ((now := look()) != before or now[0]) and time.monotonic() < ends:
@@ -243,9 +249,11 @@ def _wait_until_quiet(look: Callable[[], tuple[object, ...]]) -> None:
 
 
 def reserved_port() -> socket.socket:
-    """Return a socket bound to a free port of 127.0.0.1, which no other process gets while it is open.
+    """Return a socket bound to a free port of 127.0.0.1. While the socket is open, the system assigns the port to no
+    other process.
 
-    Only a server that asks for this port, and reuses addresses as servers do, may listen there."""
+    Only a server that requests this port, and sets the option to reuse addresses, can listen on the port.
+    """
     reserving = socket.socket()
     reserving.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserving.bind(("127.0.0.1", 0))
@@ -253,19 +261,19 @@ def reserved_port() -> socket.socket:
 
 
 class Sidecar:
-    """A sidecar process, on a free port of 127.0.0.1 that it keeps over restarts.
+    """A sidecar process, on a free port of 127.0.0.1. After a restart the port is the same.
 
         with Sidecar(allow_auto_topic_creation=False) as sidecar:
             ...  # publish to sidecar.address
             sidecar.kill()  # -9
             sidecar.start()
 
-    Its data directory is made in `folder`, and stays. Without `folder`, it is temporary and is removed after the block.
-    `keys` are keys of the configuration (docs/reference/configuration.md). `environment` is added to this process's
-    own. `module` is what `python -m` runs. Keys may be changed between two starts. Needs the extra
-    `seqdedupe[sidecar]`. It uses no authentication, so clients need no token, unless `keys` has
-    `authentication="token"`. Several `workers` listen on Unix sockets, and `address` has all of them, with commas
-    between. Its methods block, and must be called from one thread.
+    The data directory is made in `folder`, and is not removed. Without `folder`, the data directory is temporary, and
+    is removed after the block. `keys` are keys of the configuration (docs/reference/configuration.md). `environment` is
+    added to this process's environment. `module` is the module that `python -m` runs. Keys may be changed between two
+    starts. Needs the extra `seqdedupe[sidecar]`. The sidecar uses no authentication, so clients need no token, unless
+    `keys` has `authentication="token"`. Several `workers` listen on Unix sockets, and `address` contains all sockets,
+    separated by commas. The methods block, and must be called from one thread.
     """
 
     def __init__(
@@ -342,7 +350,8 @@ class Sidecar:
         self.wait_until_serving()
 
     def spawn(self) -> "subprocess.Popen[str]":
-        """Start the process without waiting for it to serve. Raises RuntimeError if it runs already."""
+        """Start the process without waiting until the sidecar serves. Raises RuntimeError if the process already
+        runs."""
         if self.is_running:
             raise RuntimeError(f"the sidecar runs already, as process {self.pid}: kill or stop it first")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -370,7 +379,8 @@ class Sidecar:
         return flags
 
     def wait_until_serving(self) -> None:
-        """Wait until it serves. Raises RuntimeError with its output if it ends instead, and Stalled."""
+        """Wait until the sidecar serves. If the process ends instead, raise RuntimeError with its output. Also raises
+        Stalled."""
         # The first start on a machine compiles, and prints nothing for a minute or several.
         patience = Patience("the start of the sidecar", LAST_RESORT_SECONDS * (self.address.count(",") + 1))
         while not self._serving.wait(_POLL_SECONDS):
@@ -378,7 +388,7 @@ class Sidecar:
             patience.check()
 
     def check_running(self) -> None:
-        """Raise RuntimeError with the end of its output if the process has ended without being stopped."""
+        """If the process has ended without being stopped, raise RuntimeError with the end of the process's output."""
         process = self._process
         if process is not None and process.poll() is not None:
             self._join()

@@ -1,11 +1,11 @@
-"""The same wire bytes, read faster: columns as `bytes`.
+"""Reads and writes the columns of messages faster than protobuf: as `bytes`, with the same wire encoding.
 
-In protobuf's encoding, a packed `repeated sfixed64` field and a `bytes` field look the same. So next to the published
-schema there is an alias schema, made here on import. In it every repeated number is `bytes`, and every `Batch` inside
-another message is `bytes` too. Columns then go to numpy and back without a Python object per value.
+In the encoding of protobuf, a packed `repeated sfixed64` field and a `bytes` field look the same. So `alias` makes an
+alias schema of the published schema. In it, every repeated number is `bytes`, and every `Batch` inside another
+message is `bytes` too. So columns are converted to numpy and back without a Python object per value.
 
-A legal encoder may split a repeated field or not pack it. Then the alias shows too few bytes. A caller that reads with
-it checks the lengths, and on a mismatch parses with the published schema.
+A legal encoder may split a repeated field, or not pack it. The alias schema then shows too few bytes. So a caller that
+reads with the alias schema checks the lengths, and on a mismatch parses the message with the published schema.
 """
 
 import struct
@@ -14,8 +14,10 @@ from functools import cache, lru_cache
 from typing import Any
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.descriptor import Descriptor, FileDescriptor
+from google.protobuf.message import Message
 
-from seqdedupe.v1 import admin_pb2, batch_pb2, dedupe_pb2, publish_pb2, read_pb2
+from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 
 GREETING = "seqdedupe-greeting"
 """With this metadata, a publish stream begins with an empty answer (`publish.proto`)."""
@@ -30,62 +32,53 @@ _PACKABLE = {
     descriptor_pb2.FieldDescriptorProto.TYPE_ENUM,
 }
 
+_POOL = descriptor_pool.DescriptorPool()
+
 
 @cache
-def _alias_pool() -> descriptor_pool.DescriptorPool:
-    pool = descriptor_pool.DescriptorPool()
-    for module in (batch_pb2, publish_pb2, read_pb2, admin_pb2, dedupe_pb2):
-        file = descriptor_pb2.FileDescriptorProto()
-        module.DESCRIPTOR.CopyToProto(file)
-        file.package = "seqdedupe.alias"
-        file.name = file.name.replace("/v1/", "/alias/")
-        file.dependency[:] = [name.replace("/v1/", "/alias/") for name in file.dependency]
-        file.ClearField("service")
-        for message in file.message_type:
-            for field in message.field:
-                repeated = field.label == field.LABEL_REPEATED
-                if (repeated and field.type in _PACKABLE) or field.type_name == ".seqdedupe.v1.Batch":
-                    field.label = field.LABEL_OPTIONAL
-                    field.type = field.TYPE_BYTES
-                    field.ClearField("type_name")
-                    field.ClearField("options")
-                if field.type_name:
-                    field.type_name = field.type_name.replace(".seqdedupe.v1.", ".seqdedupe.alias.")
-        pool.Add(file)
-    return pool
+def _add_alias(published: FileDescriptor) -> None:
+    """Add the alias of a file of the schema to the pool, after the files that it imports."""
+    for imported in published.dependencies:
+        _add_alias(imported)
+    file = descriptor_pb2.FileDescriptorProto()
+    published.CopyToProto(file)
+    file.package = "seqdedupe.alias"
+    file.name = file.name.replace("/v1/", "/alias/")
+    file.dependency[:] = [name.replace("/v1/", "/alias/") for name in file.dependency]
+    file.ClearField("service")
+    for message in file.message_type:
+        for field in message.field:
+            repeated = field.label == field.LABEL_REPEATED
+            if (repeated and field.type in _PACKABLE) or field.type_name == ".seqdedupe.v1.Batch":
+                field.label = field.LABEL_OPTIONAL
+                field.type = field.TYPE_BYTES
+                field.ClearField("type_name")
+                field.ClearField("options")
+            if field.type_name:
+                field.type_name = field.type_name.replace(".seqdedupe.v1.", ".seqdedupe.alias.")
+    _POOL.Add(file)
 
 
-def _alias(name: str) -> Any:
-    return message_factory.GetMessageClass(_alias_pool().FindMessageTypeByName(f"seqdedupe.alias.{name}"))
+@cache
+def _class_of(published: Descriptor) -> Any:
+    _add_alias(published.file)
+    name = published.full_name.replace("seqdedupe.v1.", "seqdedupe.alias.")
+    return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(name))
 
 
-AttachRequest = _alias("AttachRequest")
-AttachResponse = _alias("AttachResponse")
-Attached = _alias("Attached")
-Batch = _alias("Batch")
-Begin = _alias("Begin")
-Check = _alias("Check")
-CheckRefusal = _alias("CheckRefusal")
-End = _alias("End")
-ExportWatermarksResponse = _alias("ExportWatermarksResponse")
-ExportSnapshotResponse = _alias("ExportSnapshotResponse")
-ImportSnapshotRequest = _alias("ImportSnapshotRequest")
-ImportWatermarksRequest = _alias("ImportWatermarksRequest")
-Checked = _alias("Checked")
-Control = _alias("Control")
-EndReplay = _alias("EndReplay")
-PublishRequest = _alias("PublishRequest")
-PublishStreamRequest = _alias("PublishStreamRequest")
-PublishStreamResponse = _alias("PublishStreamResponse")
-ReadStreamResponse = _alias("ReadStreamResponse")
-Ready = _alias("Ready")
-Receipt = _alias("Receipt")
-Record = _alias("Record")
-Register = _alias("Register")
-Release = _alias("Release")
-Replay = _alias("Replay")
-Report = _alias("Report")
-Reset = _alias("Reset")
+def alias(published: type[Message]) -> Any:
+    """Return the alias of a message of the schema."""
+    return _class_of(published.DESCRIPTOR)
+
+
+Batch = alias(batch_pb2.Batch)
+Control = alias(batch_pb2.Control)
+Record = alias(batch_pb2.Record)
+PublishRequest = alias(publish_pb2.PublishRequest)
+PublishStreamRequest = alias(publish_pb2.PublishStreamRequest)
+PublishStreamResponse = alias(publish_pb2.PublishStreamResponse)
+Receipt = alias(publish_pb2.Receipt)
+ReadStreamResponse = alias(read_pb2.ReadStreamResponse)
 
 
 # The tags of `PublishStreamRequest.frames`, and within it of `Frame.number` and `Frame.batch`.
@@ -105,7 +98,8 @@ STATE_TAGS = (3 << 3 | 1, 4 << 3 | 1, 5 << 3 | 1)
 
 @lru_cache(1024)
 def varint(value: int) -> bytes:
-    """Return a protobuf varint of a number from 0 up, in the fewest bytes. Cached: most batches need the same ones."""
+    """Return the shortest protobuf varint of a number from 0 up. Results are cached, because most batches need the same
+    varints."""
     if value < 0x80:
         return bytes((value,))
     if value < 0x4000:
@@ -119,14 +113,15 @@ def varint(value: int) -> bytes:
 
 
 def frame_parts(number: int, batch: Sequence[bytes | memoryview]) -> list[bytes | memoryview]:
-    """Return the parts of an element of `PublishStreamRequest.frames`, to be joined, for a batch's encoded parts."""
+    """Return an element of `PublishStreamRequest.frames` with this batch, as parts to be joined. The batch is given as
+    encoded parts."""
     batch_bytes = sum(map(len, batch))
     head = NUMBER_TAG + number.to_bytes(8, "little") + BATCH_TAG + varint(batch_bytes)
     return [FRAMES_TAG + varint(len(head) + batch_bytes), head, *batch]
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the varint at this place, and its end; (-1, at) if there is none of at most five bytes."""
+    """Return the varint at this place, and the place after it; (-1, at) if there is no varint of at most five bytes."""
     value = 0
     for i, byte in enumerate(data[at : at + 5]):
         value |= (byte & 0x7F) << (7 * i)
@@ -142,7 +137,8 @@ _LONGEST_VARINT = 10
 
 
 def skip_field(data: bytes, at: int) -> int:
-    """Return the end of the field that begins at this place, or of a group's tag; -1 if there is no valid field."""
+    """Return the end of the field that begins at this place, or the end of the tag if the field is a group. Return -1
+    if there is no valid field."""
     tag, at = read_varint(data, at)
     match tag & 7:
         case 1 | 5 as kind:
@@ -163,5 +159,5 @@ def skip_field(data: bytes, at: int) -> int:
 
 
 def length_delimited(field: int, value: bytes | memoryview) -> list[bytes | memoryview]:
-    """Return the parts of an encoded `bytes` or message field, to be joined; none if it is empty."""
+    """Return an encoded `bytes` or message field, as parts to be joined; no parts if the field is empty."""
     return [varint(field << 3 | 2) + varint(len(value)), value] if len(value) else []

@@ -48,7 +48,6 @@ LONG = (
     "tests/test_demo.py",
     "tests/format/test_fuzz.py",
     "tests/broker_sidecar/test_hostile.py",
-    "tests/spark/test_kill_driver_postgres.py",
     "tests/pulsar/test_functions.py",
     "tests/spark/test_job_command.py",
     "tests/spark/test_source_pipelines.py",
@@ -73,13 +72,17 @@ def _dear_folder(nodeid: str) -> str | None:
     """The one whose tests go to one worker, this one among them."""
     if nodeid.startswith(LONG):
         return None
+    if nodeid.startswith("tests/pulsar/test_spark_job.py"):
+        # It has its own broker, and needs the session.
+        return "tests/spark/"
     return next((folder for folder in DEAR if nodeid.startswith(folder)), None)
 
 
 def _turn(item: pytest.Item) -> tuple[bool, int]:
     """The smaller, the sooner a test is begun."""
-    long = next((turn for turn, prefix in enumerate(LONG) if item.nodeid.startswith(prefix)), len(LONG))
-    return _dear_folder(item.nodeid) is None, long
+    nodeid = item.nodeid  # pytest makes the string at each access
+    long = next((turn for turn, prefix in enumerate(LONG) if nodeid.startswith(prefix)), len(LONG))
+    return _dear_folder(nodeid) is None, long
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

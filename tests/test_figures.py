@@ -2,7 +2,7 @@
 
 import pytest
 
-from seqdedupe import figures
+from seqdedupe import figures, topic_facts
 from seqdedupe.v1 import admin_pb2, batch_pb2
 
 
@@ -42,18 +42,18 @@ def test_rates_are_of_the_last_interval() -> None:
 
 
 def test_a_state_of_a_newer_sidecar_has_its_number() -> None:
-    assert figures.state_name(admin_pb2.TOPIC_STATE_READ_ONLY) == "READ_ONLY"
-    assert figures.state_name(99) == "99"
+    assert topic_facts.state_name(admin_pb2.TOPIC_STATE_READ_ONLY) == "READ_ONLY"
+    assert topic_facts.state_name(99) == "99"
 
 
 def test_nothing_is_said_of_a_log_that_is_not_open() -> None:
     last = batch_pb2.Position(index=9)
     topic = admin_pb2.Topic(last=last, snapshot_index=4, state=admin_pb2.TOPIC_STATE_SERVING)
-    assert figures.beyond_snapshot(topic) == 6
-    assert figures.beyond_snapshot(admin_pb2.Topic(state=admin_pb2.TOPIC_STATE_RECOVERING)) is None
+    assert topic_facts.beyond_snapshot(topic) == 6
+    assert topic_facts.beyond_snapshot(admin_pb2.Topic(state=admin_pb2.TOPIC_STATE_RECOVERING)) is None
     topic.state = admin_pb2.TOPIC_STATE_DAMAGED
-    assert figures.beyond_snapshot(topic) is None
+    assert topic_facts.beyond_snapshot(topic) is None
 
 
 def test_every_order_has_a_name() -> None:
-    assert sorted([0, *figures.ORDERS.values()]) == sorted(admin_pb2.StatisticsOrder.values())
+    assert sorted([0, *topic_facts.ORDERS.values()]) == sorted(admin_pb2.StatisticsOrder.values())

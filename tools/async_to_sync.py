@@ -170,21 +170,16 @@ class Maker:
         else:
             yield f"    def __init__(self, on_loop: {source.alias}.{name}) -> None:"
             yield "        self.on_loop = on_loop"
-        for target, annotation, docstring in _attributes(init):
-            if annotation in CLASSES:
-                yield f"        self.{target} = {annotation}(self.on_loop.{target})"
-                yield f'        """{docstring}"""'
         yield ""
 
     def _attributes(self, of: ast.ClassDef) -> Iterator[str]:
         """What the constructor sets for all to see."""
         init = next((one for one in _members(of) if one.name == "__init__"), None)
         for target, annotation, docstring in _attributes(init):
-            if annotation not in CLASSES:
-                yield f"    @property\n    def {target}(self) -> {annotation}:"
-                if docstring:
-                    yield f'        """{for_threads(docstring)}"""'
-                yield f"        return self.on_loop.{target}\n"
+            yield f"    @property\n    def {target}(self) -> {annotation}:"
+            if docstring:
+                yield f'        """{for_threads(docstring)}"""'
+            yield f"        return self.on_loop.{target}\n"
 
     def _context(self, source: Source, member: Function, *, can_be_abandoned: bool) -> Iterator[str]:
         yield f"    def {member.name.replace('__a', '__')}({self._parameters(source, member)}) -> {_returns(member)}:"
@@ -205,8 +200,12 @@ class Maker:
             returned = RETURNED[returned]
         elif (name, member.name) not in BY_HAND:
             self._import(source, member.returns)
-        if is_property := any(ast.unparse(one) == "property" for one in member.decorator_list):
-            yield "    @property"
+        decorators = [ast.unparse(one) for one in member.decorator_list]
+        is_property = "property" in decorators or "cached_property" in decorators
+        if "cached_property" in decorators:
+            self.imports.add("from functools import cached_property")
+        if is_property:
+            yield f"    @{decorators[0]}"
         yield f"    def {member.name}({self._parameters(source, member)}) -> {returned}:"
         if docstring := ast.get_docstring(member, clean=False):
             yield f'        """{for_threads(docstring)}"""'
@@ -220,7 +219,7 @@ class Maker:
             yield f"        {by_hand}\n"
         elif isinstance(member, ast.AsyncFunctionDef):
             yield f"        {'' if returned == 'None' else 'return '}{waited}\n"
-        elif is_property or returned not in RETURNED.values():
+        elif returned not in RETURNED.values():
             yield f"        return {call}\n"
         else:
             yield f"        return {returned}({call})\n"
@@ -255,7 +254,8 @@ def _attributes(init: Function | None) -> Iterator[tuple[str, str, str]]:
 
 
 def _returns(member: Function) -> str:
-    return ast.unparse(member.returns) if member.returns is not None else "None"
+    # A class that is only imported for the checks of types is in quotes.
+    return ast.unparse(member.returns).strip("'") if member.returns is not None else "None"
 
 
 def _arguments(member: Function) -> str:

@@ -1,7 +1,7 @@
 """Moving a topic of this sidecar's own log to another sidecar, while producers and readers continue.
 
 Most of the log and a snapshot are copied while the topic serves. After that, the topic accepts no messages, and the
-rest of the log is copied. When everything is copied, this sidecar writes a file into the log's folder. The file states
+rest of the log is copied. When everything is copied, this sidecar writes a file into the log's folder. The file records
 that the topic is leaving. While the file exists, only the other sidecar decides which sidecar has the topic. A failure
 before the file is written does not change the topic. After a failure later, this sidecar asks the other sidecar until
 the other sidecar answers.
@@ -145,8 +145,7 @@ class Giving:
 
     async def _copy_log(self) -> int:
         """Send the part of the log that was not sent yet. Return its size in bytes. Raises LOG_DAMAGED; LOG_UNREADABLE,
-        OSError.
-        """
+        OSError."""
         if (parts := self._logs.parts().get(self._record.incarnation)) is None:
             raise error("MOVE_FAILED", "its log was closed")
         count = 0
@@ -239,7 +238,7 @@ def _read(part: DurablePart, offset: int) -> bytes:
 
 
 def _pieces(parts: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces that fit into a message."""
+    """Yield the bytes in pieces that each fit into a message."""
     waiting = bytearray()
     for part in parts:
         waiting += part
@@ -269,7 +268,7 @@ class Departures:
         """The address of this sidecar, once it listens."""
         self._logs = logs
         self._topics = topics
-        self._others = others
+        self.others = others
 
     def go_on(self) -> None:
         """After a start: ask other sidecars about topics that were leaving, and remove data that is no longer
@@ -321,7 +320,7 @@ class Departures:
             # the answer would be no.
             why = f"topic {topic.name} cannot be moved yet: the sidecar that it came from has not recorded its arrival"
             raise error("RECOVERING", why)
-        if (address := self._others.allowed(to)) is None:
+        if (address := self.others.allowed(to)) is None:
             hint = "Add it to this sidecar's `peers`. The sidecars in this list receive whole logs and their secrets."
             raise error("INVALID_ADDRESS", f"{to!r} is none of the sidecars that topics may be moved to", hint=hint)
         if self._topics.partitions_beside(topic.name):
@@ -367,7 +366,7 @@ class Departures:
         folder = self._logs.folder_of(record.incarnation)
         to: To | None = None
         try:
-            async with self._others.giving(address) as call, self._logs.kept():
+            async with self.others.giving(address) as call, self._logs.kept():
                 giving = Giving(self._logs, self._topics.store, record, call)
                 receiver = await giving.begin()  # 1
                 await giving.copy_while_it_serves(topic)  # 2
@@ -418,7 +417,7 @@ class Departures:
         settling = self._topics.in_background(self._settle(record, to))
         await asyncio.wait({settling}, timeout=TAKE_SECONDS)
         folder = self._logs.folder_of(record.incarnation)
-        # Or the topic was moved there, and has come back.
+        # Or the topic was moved to that sidecar, and was moved back.
         if log_folder.moved_to(folder) is not None or self._is_gone(record):
             return
         why = "does not say whether it has the topic; this sidecar keeps asking"
@@ -485,10 +484,10 @@ class Departures:
             receiver=bytes.fromhex(to.receiver),
             is_known=is_known,
         )
-        answer: admin_pb2.SettleMoveResponse = await self._others.ask(to.address, "SettleMove", request, TAKE_SECONDS)
+        answer: admin_pb2.SettleMoveResponse = await self.others.ask(to.address, "SettleMove", request, TAKE_SECONDS)
         return answer
 
     def _is_gone(self, record: TopicRecord) -> bool:
-        """Return whether the name now belongs to a record other than the moved topic's, for example because the topic
-        came back."""
+        """Return whether the name now belongs to a different record than the moved topic's record, for example because
+        the topic was moved back."""
         return self._topics.registry.record(record.name) is not record

@@ -24,7 +24,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from broker_sidecar.config import Config
 from broker_sidecar.rpc import columns
 from broker_sidecar.security import tokens
-from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import answer_of, new_channel, typed_errors
 from seqdedupe.client.credentials import NO_CREDENTIALS, SIDECAR_USER, Credentials
@@ -95,7 +94,8 @@ class Neighbours:
     """The calls to other sidecars. This sidecar presents its token and certificate only to listed sidecars."""
 
     def __init__(self, listed: Sidecars | None = None) -> None:
-        """Make the calls. None: no sidecar is listed, and every owner counts as a sidecar."""
+        """`listed` contains the listed sidecars. None means that no sidecar is listed, and that every owner is accepted
+        as a sidecar."""
         self._listed = listed
         self._for_others = replace(listed.credentials, token=None, token_file=None) if listed else NO_CREDENTIALS
 
@@ -123,7 +123,8 @@ class Neighbours:
             return True
 
     async def shards(self, address: str) -> admin_pb2.GetShardsResponse:
-        """Return the claim of the process at this address. Raises UNREACHABLE; INVALID_REQUEST if it has no shards."""
+        """Return the claim of the process at this address. Raises UNREACHABLE; INVALID_REQUEST if the process has no
+        shards."""
         request = admin_pb2.GetShardsRequest()
         claimed: admin_pb2.GetShardsResponse = await self.ask(address, "GetShards", request, OF_ALL_SECONDS)
         return claimed
@@ -142,12 +143,21 @@ class Neighbours:
             return None
 
     async def version(self, address: str) -> admin_pb2.GetVersionResponse:
-        """Return what the sidecar at this address says about itself. Raises as `ask`."""
+        """Return the version and other facts that the sidecar at this address reports. Raises the errors of `ask`."""
         version: admin_pb2.GetVersionResponse = await self.ask(address, "GetVersion", admin_pb2.GetVersionRequest())
         return version
 
+    async def door_at(self, address: str) -> str:
+        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if the sidecar has no
+        door. Raises the errors of `ask`.
+
+        Only listed sidecars are asked, because clients send their tokens to the returned address.
+        """
+        return (await self.version(address)).pulsar_url if self.allowed(address) is not None else ""
+
     async def topic(self, address: str, name: str) -> admin_pb2.Topic:
-        """Return a topic as the sidecar at this address knows it. Raises that sidecar's refusal, UNREACHABLE."""
+        """Return the description of a topic from the sidecar at this address. Raises that sidecar's refusal,
+        UNREACHABLE."""
         found: admin_pb2.Topic = (await self.ask(address, "GetTopic", admin_pb2.GetTopicRequest(topic=name))).topic
         return found
 
@@ -181,13 +191,13 @@ class Neighbours:
     async def snapshot_of(self, address: str, topic: str) -> tuple[int, Loaded]:
         """Return the incarnation and the current snapshot of a topic, from the topic's owner.
 
-        If sidecars are listed, the owner must be one of them, or in one of their domains; otherwise this raises
+        If sidecars are listed, the owner must be a listed sidecar, or in a listed domain. Otherwise this raises
         INVALID_ADDRESS. Raises UNREACHABLE, OUTCOME_UNKNOWN if the call breaks, the owner's refusal, and the errors of
         `SnapshotReader`.
         """
         owner = SidecarAddress.parse(address) if self._listed is None else self._listed.allowed(address)
         if owner is None:
-            raise error("INVALID_ADDRESS", f"{address!r} is not among the peers {self._listed}, so it is not asked")
+            raise error("INVALID_ADDRESS", f"{address!r} is not one of the peers {self._listed}, so it is not asked")
         reader = SnapshotReader()
         async with self._channel(owner, is_one=False) as channel:
             call: Any = channel.unary_stream(_EXPORT, admin_pb2.ExportSnapshotRequest.SerializeToString)
@@ -195,7 +205,7 @@ class Neighbours:
                 coming = call(admin_pb2.ExportSnapshotRequest(topic=topic))
                 data = await _next(coming, owner, TURN_SECONDS)
                 while data is not grpc.aio.EOF:
-                    reader.add(columns(wire.ExportSnapshotResponse, admin_pb2.ExportSnapshotResponse, data).part)
+                    reader.add(columns(admin_pb2.ExportSnapshotResponse, data).part)
                     data = await _next(coming, owner, SILENT_SECONDS)
         head, loaded = reader.finish()
         if head.topic != topic:
@@ -310,7 +320,8 @@ class Peers(Ownership):
                 fatal(f"{e} {e.hint}")
 
     async def _ask(self) -> dict[str, admin_pb2.GetShardsResponse | SeqdedupeError]:
-        """Return the answers of the other processes by address, each process once, without this one."""
+        """Return the answers of the other processes by address. Each process is asked once, and this process is not
+        included."""
         # A concurrent call may find this process's own address meanwhile.
         others = [address for address in self._addresses if address != self.own_address]
         asked = await asyncio.gather(*map(self._neighbours.shards, others), return_exceptions=True)
@@ -329,9 +340,11 @@ class Peers(Ownership):
         return found
 
     async def all_others(self) -> dict[str, admin_pb2.GetShardsResponse]:
-        """Return the answers of the others by address. Together they have all shards that this process does not have.
+        """Return the answers of the other processes by address. Together these processes have all shards that this
+        process does not have.
 
-        Raises SHARDS_INCOMPLETE if some do not answer or do not exist, SHARD_CLAIMED_TWICE, INVALID_CONFIGURATION.
+        Raises SHARDS_INCOMPLETE if a process does not answer or does not exist, SHARD_CLAIMED_TWICE,
+        INVALID_CONFIGURATION.
         """
         answers = await self._ask()
         there = {address: one for address, one in answers.items() if not isinstance(one, SeqdedupeError)}
@@ -348,8 +361,8 @@ class Peers(Ownership):
     async def list_topics(
         self, after: str, here: admin_pb2.ListTopicsResponse, page_items: int
     ) -> admin_pb2.ListTopicsResponse:
-        """Return a page of all processes' topics; `here` is this process's page. Raises as `all_others`,
-        UNREACHABLE."""
+        """Return a page of the topics of all processes. `here` is the page of this process. Raises the errors of
+        `all_others`, UNREACHABLE."""
         others = await self.all_others()
         pages = [here, *await asyncio.gather(*(self._neighbours.topics(address, after) for address in others))]
         topics = sorted((topic for page in pages for topic in page.topics), key=attrgetter("name"))
@@ -358,7 +371,8 @@ class Peers(Ownership):
         return admin_pb2.ListTopicsResponse(topics=topics, next="" if is_last else topics[-1].name)
 
     async def list_sidecars(self, topics: int) -> list[admin_pb2.ClusterSidecar]:
-        """Return all processes by address. `topics`: the number of this process's topics. Raises as `all_others`."""
+        """Return all processes by address. `topics` is the number of topics of this process. Raises the errors of
+        `all_others`."""
         found = [_sidecar(address, one.shards, one.topics) for address, one in (await self.all_others()).items()]
         found.append(_sidecar(self.own_address, to_text(self.claim.shards), topics))
         found[-1].is_this = True
@@ -372,11 +386,12 @@ class Peers(Ownership):
             return False
 
     async def everywhere(self, name: str, request: Any, here: Callable[[Any], Awaitable[R]]) -> R:
-        """Make a call about a namespace at all others, and then here. Only the namespace's owner may do this.
+        """Make a call about a namespace at all other processes, and then in this process. Only the namespace's owner
+        may do this.
 
-        Raises NOT_OWNER with the owner's address, so that two changes never cross. Raises as `all_others`; then nothing
-        has changed. Raises an error of another process; then some processes have made the change, and a repetition
-        completes it.
+        Raises NOT_OWNER with the owner's address, so that two changes never run at the same time. Raises the errors of
+        `all_others`; after these errors nothing has changed. Raises the error of another process; then some processes
+        have made the change, and repeating the call completes the change.
         """
         self.check(request.namespace)
         async with self._one_at_a_time:

@@ -8,11 +8,7 @@ over.
 import asyncio
 import ssl
 import time
-from contextlib import suppress
 from pathlib import Path
-
-import pulsar
-import pulsar.asyncio
 
 from broker_sidecar.cluster.peers import TAKE_SECONDS, Neighbours, listed
 from broker_sidecar.config import Config, PulsarConfig
@@ -20,11 +16,11 @@ from seqdedupe.address import SidecarAddress
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import topic_owner
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
-from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
+from seqdedupe.log.pulsar.tokens import OAuth2, Token, from_file
 from seqdedupe.log.pulsar.topic_owner import SeenOwner, owner_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import CompressionType
 from seqdedupe.store.db import Store
@@ -32,11 +28,6 @@ from seqdedupe.store.directories import StoreInstance
 from seqdedupe.tasks import shielded
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
-
-OPERATION_TIMEOUT_SECONDS = 30
-"""Pulsar may need this time to open a producer: it reads everything that its deduplication snapshot does not cover."""
-CLOSE_TIMEOUT_SECONDS = 5.0
-"""The time to close connections. After that, a cluster that does not answer is abandoned silently."""
 
 LOOK_PAUSE_SECONDS = 0.05
 """The pause between two calls of the admin URL that look at topics repeatedly: 20 per second for any number of
@@ -47,27 +38,23 @@ STANDBYS = 2
 
 
 class LogCluster:
-    """`logs` and the connections that they need, until `close`. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
+    """`logs`, and what they need of the cluster. Raises INVALID_CONFIGURATION, STORE_UNAVAILABLE."""
 
     def __init__(self, config: Config, store: Store) -> None:
         asked, instance = config.pulsar, StoreInstance(store)
         self.tls = tls = _tls(asked)
-        self._token = _token(asked)
-        self._asked = asked
+        token = _token(asked)
         self._sidecars = listed(config)
         self.neighbours = Neighbours(self._sidecars)
-        self._client = self._connect()
         self.shared = PulsarResources(
-            self._client,
             instance.named(config.instance_name),
             config.advertised_address or config.listen,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
-            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls)),
-            self._connect,
+            PulsarAdmin(AdminUrl(asked.admin_url, token, tls)),
             self.neighbours.answers,
-            Brokers(asked.service_url, self._token, tls),
-            PulsarAdmin(AdminUrl(asked.admin_url, self._token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
+            Brokers(asked.service_url, token, tls),
+            PulsarAdmin(AdminUrl(asked.admin_url, token, tls, pause_seconds=LOOK_PAUSE_SECONDS)),
             asked.manage_topic_policies,
             compression=CompressionType.Value(asked.compression.upper()),
         )
@@ -92,19 +79,6 @@ class LogCluster:
         # A lost producer of this sidecar may still be listed.
         return "" if address == self.shared.address else address
 
-    async def door_at(self, address: str) -> str:
-        """Return the URL of the door for Pulsar clients of the sidecar at this address; empty if it is not known.
-
-        Only listed sidecars are asked: clients show their tokens where they are sent.
-        """
-        if self.neighbours.allowed(address) is None:
-            return ""
-        try:
-            version = await self.neighbours.version(address)
-        except SeqdedupeError:
-            return ""
-        return version.pulsar_url
-
     async def sidecars(self) -> list[SeenOwner]:
         """Return the sidecars; see `topic_owner.sidecars`."""
         return await topic_owner.sidecars(self.shared.admin, self.namespaces)
@@ -112,25 +86,6 @@ class LogCluster:
     async def forget(self, name: str) -> list[str]:
         """Forget a lost sidecar; see `topic_owner.forget`."""
         return await topic_owner.forget(self.shared.admin, self.namespaces, name, self.neighbours.instance_name)
-
-    def _connect(self) -> pulsar.asyncio.Client:
-        asked, token = self._asked, self._token
-        return PulsarClient(
-            asked.service_url,
-            authentication=pulsar.AuthenticationToken(never_raises(token)) if token is not None else None,
-            operation_timeout_seconds=OPERATION_TIMEOUT_SECONDS,
-            tls_trust_certs_file_path=asked.tls_trust_certs_file_path or None,
-            tls_validate_hostname=asked.tls_enable_hostname_verification,
-            stats_interval_in_seconds=0,
-            logger=client_logger(),
-        )
-
-    async def close(self) -> None:
-        """Close the connections. The logs must have been closed."""
-        # `shutdown` keeps the interpreter's lock, for which the client's threads may wait.
-        with suppress(TimeoutError, pulsar.asyncio.PulsarException):
-            async with asyncio.timeout(CLOSE_TIMEOUT_SECONDS):
-                await self._client.close()
 
 
 def _token(asked: PulsarConfig) -> Token | None:
@@ -142,7 +97,7 @@ def _token(asked: PulsarConfig) -> Token | None:
 
 
 def _tls(asked: PulsarConfig) -> ssl.SSLContext:
-    """Return the TLS context for admin calls, as strict as the client for messages is configured to be."""
+    """Return the TLS context for admin calls. It is as strict as the configuration of the client for messages."""
     try:
         context = ssl.create_default_context(cafile=asked.tls_trust_certs_file_path or None)
     except (OSError, ssl.SSLError) as e:
@@ -171,9 +126,10 @@ class Moves:
         self._under_way: dict[str, asyncio.Task[str]] = {}
 
     async def move(self, topic: Topic, to: str, cluster: LogCluster) -> str:
-        """Release a topic, unless it is already at `to`. Return the address at which the topic is served afterwards.
+        """Release a topic, unless the sidecar at `to` already serves the topic. Return the address of the sidecar that
+        serves the topic afterwards.
 
-        Raises NOT_OWNER and other reasons why the topic is not served here, INVALID_ADDRESS, MOVE_FAILED.
+        Raises NOT_OWNER or another error if this sidecar does not serve the topic, INVALID_ADDRESS, MOVE_FAILED.
         """
         topic.check_serving()
         to = str(SidecarAddress.parse(to)) if to else ""
@@ -196,7 +152,8 @@ async def _move(topic: Topic, to: str, cluster: LogCluster) -> str:
         why = "; ".join(said)
         raise error("MOVE_FAILED", f"topic {topic.name} was not moved, and this sidecar takes it again: {why}") from e
     finally:
-        # End keeping away. If no sidecar has the topic, this takes it back; otherwise it shows who has the topic.
+        # Allow a takeover again. If no sidecar has the topic, this call takes the topic back. Otherwise the call shows
+        # which sidecar has the topic.
         topic.owner.wanted.set()
 
 
@@ -227,7 +184,8 @@ async def _taken(topic: Topic, to: str, cluster: LogCluster, said: list[str]) ->
             return address
         except SeqdedupeError as e:
             said[1:] = [str(e)]
-            # It may have tried just before the release. If `to` is empty, the owner may be another one in the end.
+            # The sidecar may have tried just before the release. If `to` is empty, a different sidecar may become the
+            # owner.
             if to and e.reason != "NOT_OWNER":
                 raise
         await asyncio.sleep(POLL_SECONDS)

@@ -1,25 +1,31 @@
-"""What a stock client does in addition to producing: its frames pass between it and the brokers, unchanged.
+"""Everything that a stock client does in addition to producing: the client's frames pass unchanged between the client
+and the brokers.
 
-`BrokerPass` belongs to one client. It has a connection to each broker that the client needs, a `BrokerLink`, with the
-client's own version and token: the rights of the client at the brokers apply. The frames of a consumer go to the broker
-that owns its topic, and other frames to the first broker, the *home*. Numbers of requests and consumers are the
-client's own, and a client does not use one twice, so answers of all brokers pass to it as they come. A broken
-connection to a broker ends the client's connection: the client connects again.
+`BrokerPass` belongs to one client. For each broker that the client needs, it has a connection, a `BrokerLink`, with the
+client's own version and token. So the client's rights at the brokers apply. The frames of a consumer go to the broker
+that owns the consumer's topic. Other frames go to the first broker, the *home*. The client numbers its requests and
+consumers, and uses no number twice, so the answers of all brokers are passed to the client as they arrive. A broken
+connection to a broker ends the client's connection, and the client connects again.
 
-Memory: a link holds what one read brings. It receives the rest of a frame above 256 KiB when the readers' memory has
-room. While the client does not read, nothing is read from the brokers.
+The entries that sidecars write for themselves reach only consumers that ask for them. The link acknowledges such an
+entry in the consumer's name, and returns the consumer's permit to the broker.
+
+Memory: a link keeps the data of one read. For a frame above 256 KiB, the link receives the rest of the frame when the
+readers' memory has room. While the client does not read, nothing is read from the brokers.
 """
 
 import asyncio
 import logging
 import ssl
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from google.protobuf.message import Message
 
+from broker_sidecar.door.own_entries import LastOfOthers, OwnReader, is_own, seen_entry
 from broker_sidecar.door.schemas import SchemaRegistry, layout_for, version_in
 from broker_sidecar.security.permissions import Need, On, Permissions
 from broker_sidecar.security.rules import Action
@@ -40,16 +46,23 @@ from seqdedupe.pulsar_wire.connection import (
 )
 from seqdedupe.pulsar_wire.frames import FRAME_OVERHEAD_BYTES, PulsarFrame, Splitter, command_frame, command_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    CommandAck,
     CommandCloseConsumer,
     CommandConnect,
     CommandConnected,
+    CommandFlow,
+    CommandGetLastMessageId,
     CommandLookupTopic,
     CommandLookupTopicResponse,
+    CommandMessage,
     CommandPartitionedTopicMetadata,
     CommandPartitionedTopicMetadataResponse,
     CommandPing,
     CommandPong,
+    CommandSubscribe,
     CommandSuccess,
+    MessageIdData,
+    Property,
     Schema,
     ServerError,
 )
@@ -61,19 +74,25 @@ logger = logging.getLogger("broker_sidecar.door")
 READ_BYTES = 256 * 1024
 MAX_HANDSHAKE_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 64 * 1024
-"""The most bytes that a broker has not taken when it is sent another ping or pong."""
+"""A ping or pong is sent to a broker only if the broker has at most this number of bytes still to receive."""
 
 MAX_CONSUMERS = 10_000
 """The most consumers of a connection."""
 
 OWN_SUBSCRIPTIONS = "seqdedupe-"
-"""What the names of the sidecars' own subscriptions begin with. They keep entries that sidecars need."""
+"""The prefix of the sidecars' own subscriptions, which retain the entries that sidecars need."""
+
+SHOW_OWN = Property(key=b"seqdedupe.own_entries", value=b"show")
+"""The property of a consumer that receives the sidecars' own entries. Only with them, a consumer of a `plain` or
+`packed` topic can recognize void entries."""
 
 TRANSACTIONS_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
-"""Its partitions coordinate transactions. A client that finds none has no transactions, and says so."""
+"""The topic whose partitions coordinate transactions. A client that finds no partitions reports that transactions are
+not available."""
 
 _OWN_REQUESTS = range(2**62, 2**63)
-"""The numbers of the door's own requests. A client counts from 0, and a broker asks nothing under a number."""
+"""The numbers of the door's own requests and readers. Clients count from 0, so the numbers do not collide. A broker
+sends no requests with numbers."""
 
 _TRANSACTIONS = range(50, 64)
 """The types of commands about transactions."""
@@ -98,13 +117,23 @@ class ClientSide(Protocol):
         """Send an ERROR."""
 
     async def pass_on(self, parts: Sequence[Any]) -> None:
-        """Send whole frames. Return when the client has read most of what was sent."""
+        """Send whole frames. Return when the client has read most of the sent data."""
 
     def start(self, request: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Start a task that ends with the connection. If it fails, the connection ends."""
 
     def abort(self) -> None:
         """End the connection."""
+
+
+@dataclass(slots=True)
+class PassedConsumer:
+    """A consumer of the client."""
+
+    link: "BrokerLink"
+    last: LastOfOthers | None
+    """None if no sidecars write to the topic, or the consumer has asked for their own entries. Otherwise own entries
+    are hidden."""
 
 
 class BrokerLink:
@@ -123,19 +152,23 @@ class BrokerLink:
         self._requests = Requests(url, _OWN_REQUESTS.start)
         self._connected: asyncio.Future[CommandConnected] = asyncio.get_running_loop().create_future()
         self.connected = CommandConnected()
-        """The broker's word about itself, once it has let the client in."""
+        """The broker's CONNECTED command, once the broker has accepted the client."""
         self._has_heard = self._is_reading = False
         self._tasks: list[asyncio.Task[None]] = []
+        self._readers: dict[int, OwnReader] = {}
+        self._hidden: dict[int, list[MessageIdData]] = {}
+        """The entries that a consumer does not receive, until they are acknowledged."""
 
     async def connect(self, command: CommandConnect) -> None:
-        """Show the broker who the client is. Raises LOG_REFUSED, PULSAR_FORBIDS if it does not let the client in."""
+        """Authenticate the client at the broker. Raises LOG_REFUSED; PULSAR_FORBIDS if the broker refuses the
+        client."""
         self._tasks.append(asyncio.ensure_future(self._read()))
         self.say("connect", command)
         self.connected = await self._connected
         self._tasks.append(asyncio.ensure_future(self._keep_alive()))
 
     async def request(self, field: str, message: Any) -> Any:
-        """Send a request of the door's own, and return the answer. Raises LOG_REFUSED, and the broker's refusal."""
+        """Send the door's own request, and return the answer. Raises LOG_REFUSED, and the broker's refusal."""
         return await self._requests.ask(field, message, self.say, TIMEOUT_SECONDS)
 
     def say(self, field: str, message: Message) -> None:
@@ -148,7 +181,7 @@ class BrokerLink:
             self._output.write(raw)
 
     async def pass_on(self, raw: Any) -> None:
-        """Send a frame of the client. Return when the broker has taken most of what was sent."""
+        """Send a frame of the client. Return when the broker has received most of the sent data."""
         self.write(raw)
         with suppress(OSError):
             await self._output.drain()
@@ -158,6 +191,18 @@ class BrokerLink:
         self.say(
             "close_consumer", CommandCloseConsumer(consumer_id=consumer_id, request_id=self._requests.new_number())
         )
+
+    @asynccontextmanager
+    async def reader(self, command: CommandSubscribe) -> AsyncIterator[OwnReader]:
+        """Open a reader of the door's own, and close it at the end of the block. Raises the errors of `request`."""
+        command.consumer_id = number = self._requests.new_number()
+        self._readers[number] = OwnReader(command.read_compacted, number, asyncio.Queue())
+        try:
+            await self.request("subscribe", command)
+            yield self._readers[number]
+        finally:
+            del self._readers[number]
+            self.close_consumer(number)
 
     async def close(self) -> None:
         """End the connection."""
@@ -213,7 +258,9 @@ class BrokerLink:
                 if not is_large:
                     share.take(len(data))
                     held += len(data)
-                if parts := [part for frame in self._splitter.feed(data) if (part := self._passed(frame)) is not None]:
+                parts = [part for frame in self._splitter.feed(data) if (part := self._passed(frame)) is not None]
+                self._acknowledge_hidden()
+                if parts:
                     await self._passing.client.pass_on(parts)
                     share.has_been_read = True
                 del data, parts
@@ -224,7 +271,7 @@ class BrokerLink:
             share.give_back(held)
 
     def _passed(self, frame: PulsarFrame) -> Any:
-        """Return what the client gets of a frame; None for a frame that is for the door."""
+        """Return the part of a frame that is passed to the client; None for a frame that is for the door."""
         command = frame.command
         message: Any = getattr(command, frame.field) if frame.field else None
         match frame.field:
@@ -241,13 +288,18 @@ class BrokerLink:
                 return None
             case "error" if not self._connected.done():
                 raise refusal_of(self.url, message.error, message.message)
-            case "message" if self._passing.link_of(message.consumer_id) is not self:
-                # The consumer has moved to another broker.
+            case "message":
+                return self._passed_entry(message, frame)
+            case "close_consumer" | "reachedEndOfTopic" | "active_consumer_change" if (
+                message.consumer_id in _OWN_REQUESTS
+            ):
+                if frame.field == "close_consumer" and (reader := self._readers.get(message.consumer_id)) is not None:
+                    reader.entries.put_nowait(None)
                 return None
             case "authChallenge":
                 self._passing.challenged.append(self)
             case "close_consumer" if message.assignedBrokerServiceUrl or message.assignedBrokerServiceUrlTls:
-                # The client would go to the brokers itself, with its producers.
+                # Otherwise the client would connect its producers to the brokers directly.
                 message.ClearField("assignedBrokerServiceUrl")
                 message.ClearField("assignedBrokerServiceUrlTls")
                 return command_frame(command)
@@ -262,8 +314,30 @@ class BrokerLink:
             self._requests.answer(number, message)
         return None
 
+    def _passed_entry(self, message: CommandMessage, frame: PulsarFrame) -> Any:
+        consumer = self._passing.consumer(message.consumer_id)
+        if consumer is not None and consumer.link is self:
+            if consumer.last is None or not is_own(frame.content):
+                return frame.raw
+            self._hidden.setdefault(message.consumer_id, []).append(message.message_id)
+        elif (reader := self._readers.get(message.consumer_id)) is not None:
+            place = message.message_id.ledgerId, message.message_id.entryId
+            reader.entries.put_nowait(seen_entry(place, frame.content, is_compacted=reader.is_compacted))
+        # Otherwise the consumer has moved to another broker.
+        return None
+
+    def _acknowledge_hidden(self) -> None:
+        """Do for the hidden entries what the client would do for messages. The acknowledgements are not waited for: a
+        broker may receive nothing while its own data is not read."""
+        for consumer_id, places in self._hidden.items():
+            ack = CommandAck(consumer_id=consumer_id, ack_type=CommandAck.Individual, message_id=places)
+            self.say("ack", ack)
+            self.say("flow", CommandFlow(consumer_id=consumer_id, messagePermits=len(places)))
+        self._hidden.clear()
+
     async def _keep_alive(self) -> None:
-        """Show the broker that the door is there, also while nothing is read from it. Notice that it is gone."""
+        """Keep the connection to the broker alive, even while no data is read from the broker. Detect when the broker
+        has failed."""
         while True:
             self._has_heard = False
             if self._output.transport.get_write_buffer_size() < MAX_UNSENT_BYTES:
@@ -288,11 +362,12 @@ class BrokerPass:
         connect: CommandConnect,
         registry: SchemaRegistry | None = None,
     ) -> None:
-        """`share` is for what brokers send. `connect` is the client's own command, and its caller is known."""
+        """`share` is the memory for data that brokers send. `connect` is the client's own command, whose caller is
+        already identified."""
         self.client = client
         self.share = share
         self.challenged: deque[BrokerLink] = deque()
-        """The links whose brokers have asked the client who it is, in this order."""
+        """The links whose brokers have requested the client's authentication again, in the order of the requests."""
         self.waiting = asyncio.Lock()
         """Held by the link that waits for memory."""
         self._brokers = brokers
@@ -300,7 +375,7 @@ class BrokerPass:
         self._topics = topics
         self._permissions = permissions
         token = connect.auth_data if connect.auth_data.count(b".") == 2 else b""
-        # A token that is no JSON Web Token is the sidecar's own, and no business of the brokers.
+        # A token that is not a JSON Web Token is the sidecar's own token, which the brokers must not see.
         self._connect = CommandConnect(
             client_version=connect.client_version,
             protocol_version=connect.protocol_version,
@@ -311,18 +386,19 @@ class BrokerPass:
         self._links: dict[tuple[str, str], asyncio.Task[BrokerLink]] = {}
         self._first: BrokerLink | None = None
         """The home."""
-        self._consumers: dict[int, BrokerLink] = {}
+        self._consumers: dict[int, PassedConsumer] = {}
         self._subscribing: dict[int, asyncio.Task[None]] = {}
         self._unsubscribing: dict[int, int] = {}
         """The consumers of requests to remove their subscription."""
         self._granted: set[str] = set()
-        """The topics and namespaces that the rules let the client read."""
+        """The topics and namespaces that the client may read according to the rules."""
         self._is_closed = False
 
     # -- links -------------------------------------------------------------------------------------------------
 
     async def announced(self) -> CommandConnected | None:
-        """Connect to the first broker that answers, and return its CONNECTED; None if none lets the client in now."""
+        """Connect to the first broker that answers, and return the broker's CONNECTED command; None if no broker
+        accepts the client now."""
         try:
             return (await self._home()).connected
         except SeqdedupeError as e:
@@ -344,7 +420,8 @@ class BrokerPass:
         raise why or error("LOG_REFUSED", "pulsar.service_url names no host")
 
     async def _link(self, url: str, proxy_to: str = "") -> BrokerLink:
-        """Return the link to the broker at this URL; `proxy_to` is for a Pulsar proxy there."""
+        """Return the link to the broker at this URL. If the URL is a Pulsar proxy's, `proxy_to` names the broker behind
+        the proxy."""
         task = self._links.get((url, proxy_to))
         if task is None:
             task = self._links[url, proxy_to] = asyncio.ensure_future(self._open(url, proxy_to))
@@ -412,18 +489,19 @@ class BrokerPass:
         """The number of consumers and readers."""
         return len(self._consumers)
 
-    def link_of(self, consumer_id: int) -> BrokerLink | None:
-        """Return the link of a consumer."""
+    def consumer(self, consumer_id: int) -> PassedConsumer | None:
+        """Return a consumer of the client."""
         return self._consumers.get(consumer_id)
 
     def was_answered(self, request_id: int, *, is_success: bool) -> None:
-        """Forget a consumer whose subscription is gone: its client does not close it."""
+        """Forget a consumer whose subscription was removed, because the client does not close such a consumer."""
         consumer_id = self._unsubscribing.pop(request_id, None)
         if consumer_id is not None and is_success:
             self._consumers.pop(consumer_id, None)
 
     async def partitions(self, topic: str) -> int:
-        """Return the number of partitions of a topic that is no sidecar's; 0 if the brokers do not say."""
+        """Return the number of partitions of a topic that no sidecar owns; 0 if the brokers do not report the
+        number."""
         if topic == TRANSACTIONS_TOPIC:
             return 0
         command = CommandPartitionedTopicMetadata(topic=topic, metadata_auto_creation_enabled=False)
@@ -446,15 +524,18 @@ class BrokerPass:
             case "close_consumer":
                 self._close_consumer(frame)
             case "unsubscribe" | "seek" | "getLastMessageId" | "consumerStats":
-                if (link := self._consumers.get(message.consumer_id)) is None:
+                if (consumer := self._consumers.get(message.consumer_id)) is None:
                     self._say_no_consumer(message.request_id, message.consumer_id)
+                    return
+                if field == "getLastMessageId" and consumer.last is not None:
+                    self._answer(message.request_id, self._say_last(consumer.link, consumer.last, message))
                     return
                 if field == "unsubscribe" and len(self._unsubscribing) < MAX_CONSUMERS:
                     self._unsubscribing[message.request_id] = message.consumer_id
-                await link.pass_on(frame.raw)
+                await consumer.link.pass_on(frame.raw)
             case "ack" | "flow" | "redeliverUnacknowledgedMessages":
-                if (link := self._consumers.get(message.consumer_id)) is not None:
-                    await link.pass_on(frame.raw)
+                if (consumer := self._consumers.get(message.consumer_id)) is not None:
+                    await consumer.link.pass_on(frame.raw)
                 elif getattr(message, "request_id", 0):
                     self._say_no_consumer(message.request_id, message.consumer_id)
             case "authResponse":
@@ -504,7 +585,7 @@ class BrokerPass:
         self._grant(full, lambda: self._permissions.check_topic(Action.READ, full))
 
     def _grant(self, name: str, check: Callable[[], None]) -> None:
-        """Check a right once: a change of the rules ends the connection if it takes the right away."""
+        """Check a right once. If a later change of the rules removes the right, the connection ends."""
         if name not in self._granted:
             if len(self._granted) >= MAX_CONSUMERS:
                 raise error("QUEUE_FULL", f"the connection has used {MAX_CONSUMERS} topics: that is the limit")
@@ -541,16 +622,20 @@ class BrokerPass:
             raw = memoryview(command_frame(frame.command))
         link = await self._owner(full)
         before = self._consumers.get(command.consumer_id)
-        self._consumers[command.consumer_id] = link
-        if before is not None and before is not link:
-            before.close_consumer(command.consumer_id)
+        like = CommandSubscribe(
+            topic=full, subscription=command.subscription, read_compacted=command.read_compacted or None
+        )
+        hides_own = namespace_of(full) in self._brokers.namespaces and SHOW_OWN not in command.metadata
+        self._consumers[command.consumer_id] = PassedConsumer(link, LastOfOthers(like) if hides_own else None)
+        if before is not None and before.link is not link:
+            before.link.close_consumer(command.consumer_id)
         await link.pass_on(raw)
 
     async def _may_create(self, full: str, schema: Schema) -> bool:
         """Return whether the brokers may create the topic of a consumer.
 
-        A missing topic of the sidecars' namespaces is created by the sidecar: producers could not publish through the
-        sidecar to a topic that the brokers have created.
+        If the topic is in the sidecars' namespaces and is missing, the sidecar creates the topic. Producers could not
+        publish through the sidecar to a topic that the brokers have created.
         """
         if namespace_of(full) not in self._brokers.namespaces or whole_of(full) is not None:
             return True
@@ -560,7 +645,7 @@ class BrokerPass:
         try:
             self._permissions.check_creates(full, self._topics.registry.names())
             topic = await self._topics.get_or_create(full, layout_for(schema, self._registry))
-            # A broker takes no typed consumer of a topic without a schema that somebody writes.
+            # A broker refuses a typed consumer of a topic that has a producer but no schema.
             await version_in(topic, schema, self._registry)
         except SeqdedupeError as e:
             if e.reason == "TOPIC_EXISTS":
@@ -574,14 +659,19 @@ class BrokerPass:
         command = frame.command.close_consumer
         if (subscribing := self._subscribing.get(command.consumer_id)) is not None:
             subscribing.cancel()
-        link = self._consumers.pop(command.consumer_id, None)
-        if link is None:
+        consumer = self._consumers.pop(command.consumer_id, None)
+        if consumer is None:
             self.client.say("success", CommandSuccess(request_id=command.request_id))
             return
-        link.write(frame.raw)
+        consumer.link.write(frame.raw)
+
+    async def _say_last(self, link: BrokerLink, last: LastOfOthers, command: CommandGetLastMessageId) -> None:
+        answer = await last.ask(link, command.consumer_id)
+        answer.request_id = command.request_id
+        self.client.say("getLastMessageIdResponse", answer)
 
 
 def _broker_code_of(e: SeqdedupeError) -> Any:
-    """Return the code that a broker has given, if the error is a broker's refusal."""
+    """Return the code that a broker has sent, if the error is a broker's refusal."""
     code = e.numbers.get("server_error")
     return None if code is None else int(code)

@@ -47,9 +47,10 @@ class Consumers:
         self._reach = reach
         self._all: dict[int, StockConsumer] = {}
         self._sought: dict[int, int] = {}
-        """Where readers have sought: they subscribe again, and do not say it."""
+        """The indexes to which readers have sought. Such a reader subscribes again without stating the index."""
         self._refused: dict[int, SeqdedupeError] = {}
-        """Why a consumer of this ID was ended for good: the answer to its next SUBSCRIBE."""
+        """The reason why a consumer with this ID was ended permanently. It is the answer to the consumer's next
+        SUBSCRIBE."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -74,7 +75,7 @@ class Consumers:
                 self._client.start(self._ask(field, consumer, command))
 
     def stop(self) -> list[StockConsumer]:
-        """End all of them. Return those that are not gone yet."""
+        """Stop all consumers. Return the consumers that may not have ended yet."""
         consumers = list(self._all.values())
         for consumer in consumers:
             consumer.stop()
@@ -97,11 +98,12 @@ class Consumers:
         consumer.start(before, self._sought.get(consumer_id), self._opened, self._ended)
 
     def _opened(self, consumer: StockConsumer) -> None:
-        # Until here the client may have to subscribe again.
+        # Before this point the client may have to subscribe again.
         self._sought.pop(consumer.consumer_id, None)
 
     def _ended(self, consumer: StockConsumer, why: SeqdedupeError | None) -> None:
-        """Forget a consumer when it is gone. If the client does not know that it ends, tell it: it subscribes again."""
+        """Forget a consumer that has ended. If the client does not know about the end, notify the client, which then
+        subscribes again."""
         consumer_id = consumer.consumer_id
         if why is not None:
             logger.log(logging.INFO if _passes(why) else logging.WARNING, "a consumer has ended: %s", why)
@@ -155,11 +157,12 @@ class Consumers:
             self._client.say("success", CommandSuccess(request_id=command.request_id))
 
     async def _seek(self, consumer: StockConsumer, index: int) -> None:
-        """Let a subscription go on at this index.
+        """Make a subscription continue at this index.
 
-        As at a broker, its consumer ends, and subscribes again: what was sent before cannot come after.
+        As at a broker, the consumer ends, and subscribes again. So messages that were sent before the seek cannot
+        arrive after the seek.
         """
-        # It may have ended while the place was looked for.
+        # The consumer may have ended during the search for the place.
         _there(consumer)
         if not consumer.is_durable:
             self._sought[consumer.consumer_id] = index
@@ -171,7 +174,7 @@ class Consumers:
 
 
 def _check(command: CommandSubscribe) -> None:
-    """Raise INVALID_REQUEST for a consumer to whom the door could not keep its word."""
+    """Raise INVALID_REQUEST for a consumer with options that the door does not support."""
     schema = command.schema
     if command.subType not in (CommandSubscribe.Exclusive, CommandSubscribe.Failover):
         kind = "Key_Shared" if command.subType == CommandSubscribe.Key_Shared else "Shared"
@@ -192,5 +195,5 @@ def _there(consumer: StockConsumer | None) -> StockConsumer:
 
 
 def _passes(e: SeqdedupeError) -> bool:
-    """Return whether a consumer that ended with this error can begin again."""
+    """Return whether a consumer that ended with this error can subscribe again."""
     return e.retry_delay_ms >= 0 or e.reason == "CURSOR_MOVED"

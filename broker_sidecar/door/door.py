@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
+from broker_sidecar.cluster.peers import Neighbours
 from broker_sidecar.config import EVERYWHERE, Config
 from broker_sidecar.connections import origin_of
 from broker_sidecar.door.broker_pass import BrokersToPass
@@ -23,7 +24,7 @@ from broker_sidecar.door.schemas import SchemaRegistry
 from broker_sidecar.door.stock_consumer import LAST_MOVE_SECONDS, Reach, StockClient
 from broker_sidecar.door.stock_producer import counted
 from broker_sidecar.door.subscriptions import Subscriptions
-from broker_sidecar.door.topic_lookup import DoorAt, TopicLookup
+from broker_sidecar.door.topic_lookup import TopicLookup
 from broker_sidecar.gate import Guard
 from broker_sidecar.security.subject import peer_at
 from broker_sidecar.services.publish_service import PublishService
@@ -39,14 +40,15 @@ from seqdedupe.topic.topic import Topic
 logger = logging.getLogger("broker_sidecar.door")
 
 MAX_UNKNOWN = 64
-"""The most connections whose clients are not known yet. One more ends the oldest one of the origin with most."""
+"""The maximum number of connections with unidentified clients. A further connection ends the oldest such connection of
+the origin with the most such connections."""
 
 TLS_SECONDS = 10.0
-"""The time by which a client must have agreed on TLS."""
+"""The time within which a client must complete the TLS handshake."""
 
 LARGE_FRAMES_AT_ONCE = 8
-"""The frames above 256 KiB that are received at once: 40 MiB at most. Others wait for their turn, and for nothing else,
-so that frames that are half received never wait for each other."""
+"""The maximum number of frames above 256 KiB that are received at the same time, with 40 MiB together. Other large
+frames wait only for their turn. So incomplete frames never wait for each other."""
 
 STOP_SECONDS = 2.0
 """The time in which a client can read its last answers when its connection ends, or the sidecar stops."""
@@ -55,11 +57,13 @@ _METHOD = "pulsar.CONNECT"
 """The name of a connection in the audit trail."""
 
 _ALONE = frozenset({Exclusive, ExclusiveWithFencing, WaitForExclusive})
-"""The access modes of producers that want to be alone in their topic. The second one ends the other producers."""
+"""The access modes of producers that need exclusive access to their topic. A producer with the second mode ends the
+other producers."""
 
 
 class ShownCredentials:
-    """What a client has shown, as the authentication asks a gRPC call for it."""
+    """The credentials that a client has presented. The authentication reads them in the same way as from a gRPC
+    call."""
 
     def __init__(self, peer: str, auth_context: Mapping[str, Any], token: bytes | None) -> None:
         self._peer = peer
@@ -104,13 +108,12 @@ class Door:
         has_to_answer: Callable[[str], Awaitable[bool]],
         log_limit: LogLimit | None = None,
         brokers: BrokersToPass | None = None,
-        door_at: DoorAt | None = None,
+        neighbours: Neighbours | None = None,
         registry: SchemaRegistry | None = None,
     ) -> None:
-        """`has_to_answer` returns whether to answer a client from this peer that is unknown. Without `log_limit`, the
-        log takes every message that the sidecar takes. Without `brokers`, consumers of a cluster are refused.
-        Without `registry`, the log keeps no schemas.
-        """
+        """`has_to_answer` returns whether to answer an unknown client from this peer. Without `log_limit`, the log
+        accepts every message that the sidecar accepts. Without `brokers`, consumers of a cluster are refused. Without
+        `neighbours`, no client is sent to another door. Without `registry`, the log keeps no schemas."""
         self._config = config
         self._guard = guard
         self._streams = streams
@@ -120,7 +123,8 @@ class Door:
         self._log_limit = log_limit
         self._brokers = brokers
         self._registry = registry
-        self._lookup = TopicLookup(topics, guard.permissions, door_at)
+        several = neighbours is not None and (topics.kind.log.is_shared or bool(config.shards))
+        self._lookup = TopicLookup(topics, guard.permissions, neighbours, names_itself=several)
         self._server: asyncio.Server | None = None
         self._serving: dict[asyncio.Task[None], str] = {}
         """The origin of each connection's client, until it is known; then an empty text."""
@@ -131,7 +135,7 @@ class Door:
         self._alone: dict[str, NameHolder] = {}
         """The producers that are alone in their topic."""
         self._queues: dict[str, list[asyncio.Event]] = {}
-        """By topic: the turns of the producers that wait until they can be alone in it. Never empty."""
+        """By topic: the turns of the producers that wait for exclusive access to the topic. A queue is never empty."""
         self._consumers: WeakSet[Consumers] = WeakSet()
         permissions = guard.permissions
         cursors = Cursors(topics, permissions)
@@ -144,8 +148,8 @@ class Door:
 
     @property
     def consumers(self) -> int:
-        """The number of consumers and readers, including those that are being opened, and those whose frames pass to
-        the brokers."""
+        """The number of consumers and readers. Consumers that are being opened, and consumers whose frames pass to the
+        brokers, are included."""
         return sum(map(len, self._consumers)) + sum(connection.passing for connection in self._served)
 
     @property
@@ -155,7 +159,7 @@ class Door:
 
     @property
     def opened_producers(self) -> int:
-        """The number of producers that were opened since the sidecar's start, also those that were opened again."""
+        """The number of producers opened since the sidecar's start. A producer that was opened again counts again."""
         return counted["producers"]
 
     @property
@@ -192,7 +196,8 @@ class Door:
         return self._lookup.own_url
 
     def _listening_tls(self) -> ssl.SSLContext | None:
-        """Return the listener's context. Each connection takes the present one as soon as its client greets."""
+        """Return the TLS context of the listener. Each connection uses the present context when its client begins the
+        handshake."""
         listening = self._tls
         if listening is not None:
 
@@ -225,13 +230,13 @@ class Door:
         return consumers
 
     async def stop_consumers(self) -> None:
-        """End all consumers, whose cursors move for the last time. The topics must still take that."""
+        """End all consumers. Their cursors move for the last time, so the topics must still accept changes."""
         gone = [asyncio.ensure_future(one.gone.wait()) for each in self._consumers for one in each.stop()]
         if gone:
             await asyncio.wait(gone, timeout=LAST_MOVE_SECONDS)
 
     async def stop(self) -> None:
-        """End all connections. The topics have settled what they had in flight."""
+        """End all connections. Before this call, all messages in flight in the topics have settled."""
         if self._server is None:
             return
         self._server.close()
@@ -258,7 +263,8 @@ class Door:
             del self._serving[task]
             with suppress(OSError):
                 writer.close()
-            # A closed connection stays until its client has read everything. It counts nowhere any more.
+            # A closed connection stays until its client has read all data. The connection no longer counts towards any
+            # limit.
             asyncio.get_running_loop().call_later(STOP_SECONDS, writer.transport.abort)
 
     def _make_room(self) -> None:
@@ -320,16 +326,17 @@ class Door:
         producer_id: int,
         tell_to_wait: Callable[[], None],
     ) -> None:
-        """Give a name to a producer, as a broker does: who has it keeps it as long as its client is there.
+        """Assign a name to a producer, as a broker does. The producer keeps the name as long as its client answers
+        pings.
 
-        A client that does not answer any more loses all its producers: it may be the former connection of this very
-        client. Raises PRODUCER_BUSY; FENCED if a producer that wants to be alone cannot be alone. If the mode is to
-        wait, this calls `tell_to_wait` before it waits for its turn.
+        A client that no longer answers loses all its producers, because it may be an earlier connection of the same
+        client. Raises PRODUCER_BUSY; FENCED if an exclusive producer cannot be the only producer. In the mode that
+        waits, this calls `tell_to_wait` before it waits for its turn.
         """
         own = NameHolder(connection, producer_id)
         if mode == ExclusiveWithFencing:
             for holder in self._others_in(topic, own):
-                why = error("FENCED", f"another producer has taken topic {topic} for itself")
+                why = error("FENCED", f"another producer has exclusive access to topic {topic}")
                 holder.connection.end_producer(holder.producer_id, why)
         elif mode == WaitForExclusive:
             if topic in self._queues or self._others_in(topic, own):
@@ -347,7 +354,7 @@ class Door:
             self._alone[topic] = own
 
     async def _wait_for_turn(self, topic: str, own: NameHolder) -> None:
-        """Wait until the topic has no other producer, and all that waited before have had their turn."""
+        """Wait until the topic has no other producer, and all earlier waiting producers have had their turn."""
         queue, turn = self._queues.setdefault(topic, []), asyncio.Event()
         queue.append(turn)
         try:
@@ -392,7 +399,7 @@ class Door:
 
 
 def _excluded(topic: str, name: str, mode: int) -> SeqdedupeError:
-    """Return why a producer cannot be opened: Pulsar has a separate error for one that wants to be alone."""
+    """Return the reason why a producer cannot be opened. For an exclusive producer Pulsar has a separate error."""
     if mode in _ALONE:
         hint = "Close the topic's other producers, or use the access mode WaitForExclusive."
         return error("FENCED", f"topic {topic} has another producer, so {name!r} cannot be alone", hint=hint)

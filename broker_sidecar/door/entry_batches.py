@@ -1,6 +1,7 @@
-"""An entry of a stock producer as batches of this sidecar, and a stored message as an entry for a stock consumer. Pure.
+"""Convert an entry of a stock producer to batches of this sidecar, and a stored message to an entry for a stock
+consumer. This module does no I/O.
 
-Kernels: import this module only after `kernels.prepare()`.
+This module has kernels, so import it only after `kernels.prepare()`.
 """
 
 import base64
@@ -28,7 +29,8 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64
 
 SPLIT_BYTES = MAX_BATCH_BYTES * 3 // 4
-"""The most bytes of payloads, keys and properties, as stored, in one batch. The rest has room for the other columns."""
+"""The maximum size of payloads, keys and properties in one batch, in bytes as stored. The remaining bytes of the batch
+have room for the other columns."""
 
 SPLIT_ROWS = MAX_BATCH_ROWS // 2
 
@@ -51,12 +53,12 @@ class ProducerSession(NamedTuple):
 
 
 def decoded_bytes(entry: WireEntry, metadata: MessageMetadata) -> int:
-    """Return the size of the entry's payload when decompressed, as far as it is taken."""
+    """Return the size of the entry's decompressed payload, limited to the largest size that the sidecar accepts."""
     return min(max(len(entry.payload), metadata.uncompressed_size), MAX_BATCH_BYTES)
 
 
 def is_large(entry: WireEntry, metadata: MessageMetadata) -> bool:
-    """Return whether reading the entry takes long: a few kilobytes can be a million rows."""
+    """Return whether reading the entry takes long. An entry of a few kilobytes can have a million rows."""
     size = len(entry.metadata) + decoded_bytes(entry, metadata)
     return metadata.num_messages_in_batch > INLINE_ROWS or size > INLINE_BYTES
 
@@ -69,16 +71,16 @@ def is_followed(metadata: MessageMetadata) -> bool:
 def rows_to_store(
     entry: WireEntry,
     metadata: MessageMetadata,
-    max_bytes: int,
     schema_version: bytes | None = b"",
     *,
     delays: bool = False,
 ) -> EntryRows:
-    """Return the rows of an entry. `max_bytes` limits its payload when decompressed. `schema_version` is that of the
-    schema with which the log labels messages; empty for none. None: each entry may have its own. `delays` says whether
-    the log can deliver messages later.
+    """Return the rows of an entry. The decompressed payload has at most MAX_BATCH_BYTES.
 
-    Raises INVALID_REQUEST if this sidecar does not take such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
+    `schema_version` is the version of the schema with which the log labels messages; empty: no schema; None: each entry
+    may have a different version. `delays` is true if the log can deliver messages at a later time.
+
+    Raises INVALID_REQUEST if this sidecar does not accept such entries; MALFORMED_MESSAGE, MESSAGE_TOO_LARGE,
     INVALID_SEQUENCE_ID.
     """
     kind = kind_of(metadata)
@@ -92,13 +94,13 @@ def rows_to_store(
     if schema_version is not None and metadata.schema_version not in (b"", schema_version):
         raise _not_taken(metadata, "was made by another schema", "Use one schema in a producer: its topic has one.")
     if (size := len(metadata.schema_version)) > MAX_VERSION_BYTES:
-        # Each row keeps the version: a small entry of many rows would take gigabytes.
+        # Each row keeps the version. Without a limit, a small entry with many rows would need gigabytes.
         what = f"has a schema version of {size} bytes"
         raise _not_taken(metadata, what, f"A schema version has at most {MAX_VERSION_BYTES} bytes.")
     if metadata.num_messages_in_batch > MAX_BATCH_ROWS:
         what = f"has {metadata.num_messages_in_batch} messages"
         raise _not_taken(metadata, what, f"A batch has at most {MAX_BATCH_ROWS}: set the producer's limit.")
-    return rows_of(entry, metadata, max_bytes)
+    return rows_of(entry, metadata, MAX_BATCH_BYTES)
 
 
 def batches_of(
@@ -111,12 +113,12 @@ def batches_of(
     deduplicates: bool = True,
 ) -> Iterator[Batch]:
     """Yield the batches that store these rows, in order. `last` is the highest sequence ID that the session has sent,
-    or that the topic had before. `deliver_at` is the time at which they are to be delivered; 0 for now. The rows keep
+    or that the topic had before. `deliver_at` is the delivery time of the rows (0: now). The rows keep
     `schema_version`, unless it is empty.
 
-    Rows with an ID up to `last` come first, in batches of their own: the topic calls them DUP, or UNKNOWN. A row whose
-    ID is not above those of all earlier rows of the entry is omitted: at the end of the entry the topic has that ID.
-    A topic that does not deduplicate gets all rows in their order, in batches whose IDs rise.
+    Rows with an ID up to `last` come first, in separate batches: their verdict is DUP or UNKNOWN. If a row's ID is not
+    above the IDs of all earlier rows of the entry, the row is omitted, because the topic has that ID when the entry is
+    stored. A topic without deduplication receives all rows in their order. The IDs ascend within each batch.
     """
     ids = rows.sequence_ids
     if deduplicates:
@@ -131,19 +133,19 @@ def batches_of(
     for some, link in groups:
         for part in _parts(whole, some):
             batch = whole if len(part) == len(rows) else whole.take(part)
-            # A link is the ID sent before. For a row that is old, or not judged, any lower ID does.
+            # A link is the previously sent ID. For a row that is old or not judged, any lower ID is sufficient.
             batch.previous_sequence_ids = np.array([link], np.int64)
             yield batch
             link = int(ids[part[-1]])
 
 
 def sent_form(entry: WireEntry, metadata: MessageMetadata, rows: EntryRows, batches: Sequence[Batch]) -> SentEntry:
-    """Return the form in which a producer has sent these rows, which have become these batches. It has a payload if the
-    entry is a batch of Pulsar's and has become one batch."""
+    """Return the form in which a producer has sent the rows that were converted to these batches. The form has a
+    payload if the entry is a Pulsar batch and was converted to one batch."""
     is_whole = kind_of(metadata) is EntryKind.BATCH and [len(batch) for batch in batches] == [len(rows)]
     if not is_whole:
         return SentEntry(metadata.compression, b"", 0, None)
-    # A view would keep all that was received with it.
+    # A view would keep all data that was received together with it in memory.
     payload = bytes(entry.payload)
     size = metadata.uncompressed_size if metadata.compression != NONE else len(payload)
     return SentEntry(metadata.compression, payload, size, rows, metadata.deliver_at_time, metadata.schema_version)
@@ -164,7 +166,7 @@ def _parts(whole: Batch, some: Int64s) -> Iterator[Int64s]:
 
 
 def _row_bytes(batch: Batch) -> Int64s:
-    """Return the bytes of each row's payload, key and properties. A property has two offsets."""
+    """Return the size of each row's payload, key and properties in bytes. A property also has two offsets."""
     sizes = np.diff(batch.payloads.offsets).astype(np.int64)
     if batch.keys:
         sizes += np.diff(batch.keys.offsets)
@@ -184,10 +186,10 @@ _MAX_UINT64 = 2**64 - 1
 
 
 def entry_of_row(batch: Batch, row: int, publish_time_ms: int) -> WireEntry:
-    """Return a stored message as an entry of one message, with what its producer gave it.
+    """Return a stored message as an entry of one message, with the values that the message's producer has set.
 
     A key that is not UTF-8 is in base64, as stock clients write such keys. In a topic of deduplication IDs a message
-    has no producer: its name is empty, and its sequence ID is -1.
+    has no producer: the producer name is empty, and the sequence ID is -1.
     """
     payload, key = batch.payloads[row], batch.keys[row]
     producer = batch.producer_names[batch.producer_of(row)] if batch.producer_names else None
@@ -218,7 +220,7 @@ def _put_property(metadata: MessageMetadata, name: bytes, value: bytes) -> None:
         try:
             metadata.ordering_key = base64.b64decode(value, validate=True)
         except binascii.Error:
-            # A gRPC client has used the name for something else.
+            # A gRPC client has used the name for different messages.
             pass
         else:
             return

@@ -2,10 +2,10 @@
 
 Begin with `PulsarConnection.run`. The commands of a client, in their usual order:
 
-1. CONNECT shows who the client is. Until then the door reads little, and not for long.
-2. PARTITIONED_METADATA and LOOKUP lead the client to its topic, which is always here, over the same address.
-3. PRODUCER opens a producer: a session of its name.
-4. SEND publishes an entry: one message, or a batch. Receipts come in the order of the entries.
+1. CONNECT identifies the client. Before CONNECT, the door reads only little data, and only for a short time.
+2. PARTITIONED_METADATA and LOOKUP tell the client where its topic is: at this door, or at the owner's door.
+3. PRODUCER opens a producer: a session of the producer's name.
+4. SEND publishes an entry: one message, or a batch. Receipts arrive in the order of the entries.
 5. CLOSE_PRODUCER ends a producer.
 
 Commands of consumers are in `consumer_commands`, or pass to a cluster's brokers if the door does that (`broker_pass`).
@@ -25,7 +25,7 @@ from google.protobuf.message import Message
 from broker_sidecar.door.broker_pass import BrokerPass, BrokersToPass
 from broker_sidecar.door.consumer_commands import COMMANDS, Consumers
 from broker_sidecar.door.entry_batches import ProducerSession
-from broker_sidecar.door.pulsar_codes import code_of, ending_code_of, not_taken, told
+from broker_sidecar.door.pulsar_codes import check_options, code_of, ending_code_of, not_taken, told
 from broker_sidecar.door.schemas import SchemaRegistry, answer_about, layout_for, version_in
 from broker_sidecar.door.stock_consumer import StockClient
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer, is_final, without_traceback
@@ -68,6 +68,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     MessageIdData,
     ServerError,
 )
+from seqdedupe.tasks import Broadcast
 from seqdedupe.topic.directory import Topics, find
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import publish_pb2
@@ -75,58 +76,62 @@ from seqdedupe.v1 import publish_pb2
 logger = logging.getLogger("broker_sidecar.door")
 
 MAX_ENTRY_BYTES = MAX_PAYLOAD_BYTES
-"""The `max_message_size` that the door announces, unless the log's brokers take less. It is Pulsar's default."""
+"""The `max_message_size` that the door announces, unless the log's brokers have a lower limit: Pulsar's default."""
 
 LIMIT_SECONDS = 2.0
-"""The time in which the log's brokers must say how much they take. Otherwise they refuse larger messages."""
+"""The time within which the log's brokers must report their limit. Otherwise the door announces its own limit, and the
+brokers refuse larger messages."""
 
 MAX_UNKNOWN_BYTES = 64 * 1024
-"""The most bytes of a frame before the client is known: a token, and the client's version."""
+"""The maximum size of a frame before the client is identified. Such a frame contains a token and a version."""
 
 ANNOUNCE_SECONDS = 5.0
-"""The time in which a broker must let the client in. Otherwise the client learns what the door can do alone."""
+"""The time within which a broker must accept the client. Otherwise the door announces only its own features to the
+client."""
 
 CONNECT_SECONDS = 10.0
-"""The time by which a client must have shown who it is."""
+"""The time within which a client must authenticate itself."""
 
 FRAME_SECONDS = 30.0
-"""The time by which the rest of a frame must have come. 5 MiB over 1.4 Mbit/s take this time."""
+"""The time within which the rest of a frame must arrive. 5 MiB over 1.4 Mbit/s take this time."""
 
 KEEP_ALIVE_SECONDS = 30.0
-"""The time after which a silent client is asked whether it is there. After as long again its connection ends."""
+"""The time after which the door sends a ping to a silent client. If the client stays silent for the same time again,
+its connection ends."""
 
 ALIVE_SECONDS = 5.0
-"""The time in which a client that holds a producer's name must show that it is there when another one wants it."""
+"""If a second client wants a producer's name, the first client must answer a ping within this time."""
 
 MAX_REQUESTS = 1_000
-"""The most requests of a connection that are being answered. While there are as many, nothing more is read."""
+"""The maximum number of requests of a connection in progress. At this number, the door reads no more data from it."""
 
 MAX_PRODUCERS = 10_000
 """The most producers of a connection."""
 
 TURN_SECONDS = 0.005
-"""The time for which a connection's frames are taken before others are served: many small ones come at once."""
+"""The time for which one connection's frames are processed before others are served. Many may arrive together."""
 
 READ_BYTES = 256 * 1024
 MAX_UNREAD_BYTES = 1024 * 1024
-"""The answers that a client has not read. While there are more, nothing more is read from it."""
+"""The maximum bytes of answers that a client has not read. Above it, the door reads no more data from the client."""
 
 PROTOCOL_VERSION = 21
-"""The newest version of the protocol that the door speaks: that of Pulsar 4.0."""
+"""The newest protocol version that the door supports: the version of Pulsar 4.0."""
 
 _NO_ENTRY = 2**64 - 1
 
 _JAVA, _CPP = "Pulsar-Java", "Pulsar-CPP"
 _METHODS = {"", "none", "tls", "token"}
-"""The methods of authentication. Clients with OAuth2 name `token`."""
+"""The supported authentication methods. Clients with OAuth2 send the method name `token`."""
 
 
 LogLimit = Callable[[], Awaitable[int]]
-"""Returns the most bytes of a message that the log takes. Raises SeqdedupeError if that is not known."""
+"""A function that returns the maximum size of a message in the log, in bytes. Raises SeqdedupeError if the limit is not
+known."""
 
 
 class _Turn:
-    """A connection's turn to receive a large frame. It ends with the block at the latest."""
+    """A connection's turn to receive a large frame. The turn ends with the block at the latest."""
 
     def __init__(self, turns: asyncio.Semaphore) -> None:
         self._turns = turns
@@ -139,7 +144,7 @@ class _Turn:
         self.end()
 
     async def take(self) -> bool:
-        """Wait for the turn. Return False if it is taken already."""
+        """Wait for the turn. Return False if the connection already has the turn."""
         if self._is_taken:
             return False
         await self._turns.acquire()
@@ -165,7 +170,7 @@ class ProducerNames(Protocol):
         producer_id: int,
         tell_to_wait: Callable[[], None],
     ) -> None:
-        """Give this name to a producer, which may be told to wait. Raises PRODUCER_BUSY, FENCED."""
+        """Assign this name to a producer, which may have to wait. Raises PRODUCER_BUSY, FENCED."""
 
     def release(self, topic: str, name: str, connection: "PulsarConnection", producer_id: int) -> None:
         """Take the name back, if this producer has it."""
@@ -196,10 +201,9 @@ class PulsarConnection:
         consumers_of: Callable[[StockClient], Consumers] | None,
         registry: SchemaRegistry | None,
     ) -> None:
-        """`find_caller` takes a token, sets the caller of the present task, and returns the connection as a gRPC
-        call. It raises why the caller is unknown. Commands of consumers pass to
-        `brokers`, or are served by `consumers_of`. If both are None, only producers are served.
-        """
+        """`find_caller` accepts a token, sets the caller of the present task, and returns the connection as a gRPC
+        call. If the caller is unknown, it raises the reason. Commands of consumers pass to `brokers`, or are served by
+        `consumers_of`. If both are None, only producers are served."""
         self.peer = peer
         self._reader = reader
         self._writer = writer
@@ -223,13 +227,15 @@ class PulsarConnection:
         self._producers: dict[int, StockProducer] = {}
         self._opening: dict[int, asyncio.Task[None]] = {}
         self._waiting: set[int] = set()
-        """The producers among those that wait until they can be alone in their topic."""
+        """The producers of this connection that wait for exclusive access to their topic."""
         self._refused: dict[int, SeqdedupeError] = {}
-        """Why a producer of this ID was ended for good: the answer to its next PRODUCER."""
+        """The reason why a producer with this ID was ended permanently. It is the answer to the producer's next
+        PRODUCER."""
         self._requests: set[asyncio.Task[None]] = set()
-        self._has_heard = asyncio.Event()
-        """Set whenever bytes have come."""
-        self._is_silent = self._is_reading = self._is_draining = False
+        self._reads = self._pings = self._pongs = 0
+        self._news = Broadcast()
+        """Tells of each pong, and of the end of the connection."""
+        self._is_silent = self._is_reading = self._is_draining = self._has_ended = False
 
     @property
     def passing(self) -> int:
@@ -263,15 +269,14 @@ class PulsarConnection:
                 await self._end()
 
     async def _connect(self, first: PulsarFrame) -> Any:
-        """Learn who the client is from its first command. Raises UNAUTHENTICATED and other errors of the
-        authentication, after the client was told.
-        """
+        """Identify the client by its first command. Send errors of the authentication to the client, and then raise
+        them (for example UNAUTHENTICATED)."""
         if first.field != "connect":
             raise error("MALFORMED_MESSAGE", f"the first command is {first.field or 'unknown'}, and should be CONNECT")
         command = first.command.connect
         try:
             if command.auth_method_name not in _METHODS:
-                why = f"the door takes tokens, and the client authenticates with {command.auth_method_name!r}"
+                why = f"the door accepts only tokens, but the client authenticates with {command.auth_method_name!r}"
                 raise error("UNAUTHENTICATED", why)
             context = await self._find_caller(_token_in(command))
         except SeqdedupeError as e:
@@ -293,10 +298,10 @@ class PulsarConnection:
         return context
 
     async def _announced(self, command: CommandConnect) -> CommandConnected | None:
-        """Return what the brokers announce to the client, if its frames pass to them."""
+        """Return the brokers' announcement (CONNECTED) for the client, if the client's frames pass to the brokers."""
         if self._brokers is None:
             return None
-        # Rights that are granted from here on are those of the connection.
+        # Rights that are granted after this point belong to the connection.
         self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         streams = self._streams
         share = Share(streams.reading, streams.shares.of(caller().name))
@@ -334,9 +339,8 @@ class PulsarConnection:
             keeping.cancel()
 
     async def _frames(self) -> AsyncGenerator[PulsarFrame, None]:
-        """Yield the client's frames. A large one is received when it is its turn, and keeps the turn until the caller
-        wants the next frame.
-        """
+        """Yield the client's frames. A large frame is received when the connection has a turn. The connection keeps the
+        turn until the caller requests the next frame."""
         loop = asyncio.get_running_loop()
         began_at: float | None = None
         with _Turn(self._large_frames) as turn:
@@ -347,9 +351,9 @@ class PulsarConnection:
                 async with asyncio.timeout_at(None if began_at is None else began_at + FRAME_SECONDS):
                     data = await self._reader.read(READ_BYTES)
                 self._is_reading = self._is_silent = False
-                self._has_heard.set()
                 if not data:
                     return
+                self._reads += 1
                 is_same = self._splitter.held_bytes > 0
                 for frame in self._splitter.feed(data):
                     is_same = False
@@ -361,10 +365,10 @@ class PulsarConnection:
                     began_at = loop.time()
 
     async def _keep_alive(self) -> None:
-        """End the connection of a client that is gone.
+        """End the connection of a client that no longer answers.
 
-        A client from which nothing is read, because there is no room, is asked too: any command shows it that the door
-        is there. It is gone if it reads nothing either.
+        The door also sends pings to a client from which it reads nothing for lack of room: any command shows the client
+        that the door works. If the client does not read the pings either, it is considered gone.
         """
         while True:
             self._is_silent = True
@@ -381,26 +385,32 @@ class PulsarConnection:
         return self._writer.transport.get_write_buffer_size()
 
     def _ask(self) -> None:
+        self._pings += 1
         self.say("ping", CommandPing())
 
     async def is_alive(self) -> bool:
-        """Ask the client whether it is there, and return whether it answers in time."""
-        if self._writer.transport.is_closing():
-            return False
-        self._has_heard.clear()
+        """Send the client a ping, and return whether the client is there. The door waits for the pong, because other
+        data may be the last data of a connection that the client has closed. If no pong comes in time, data that came
+        meanwhile are sufficient; so is a door that has no room to read from the client."""
         self._ask()
-        try:
+        pings, reads = self._pings, self._reads
+        with suppress(TimeoutError):
             async with asyncio.timeout(ALIVE_SECONDS):
-                await self._has_heard.wait()
-        except TimeoutError:
-            return False
-        return True
+                while self._pongs < pings and not self._is_over():
+                    await self._news.wait()
+        is_waiting = not self._is_reading and not self._is_draining
+        return not self._is_over() and (self._pongs >= pings or self._reads > reads or is_waiting)
+
+    def _is_over(self) -> bool:
+        return self._has_ended or self._writer.transport.is_closing()
 
     def abort(self) -> None:
         """End the connection at once."""
         self._writer.transport.abort()
 
     async def _end(self) -> None:
+        self._has_ended = True
+        self._news.tell()
         for task in self._requests:
             task.cancel()
         if self._requests:
@@ -421,7 +431,10 @@ class PulsarConnection:
                 await self._send(command.send, frame, stream)
             case "ping":
                 self.say("pong", CommandPong())
-            case "pong" | "":
+            case "pong":
+                self._pongs += 1
+                self._news.tell()
+            case "":
                 pass
             case "producer":
                 self._start_opening(command.producer, stream)
@@ -492,12 +505,12 @@ class PulsarConnection:
     async def _open(self, command: CommandProducer, stream: Stream, before: "asyncio.Task[None] | None") -> None:
         """Open a producer, in these steps:
 
-        1. What the door cannot keep to is refused, and what the caller may not do: a claim can end other producers.
-        2. The name is claimed: one producer has it at a time, as with a broker.
-        3. A session is opened. Everything that the name had in flight settles before.
-        4. The client learns the highest sequence ID that the topic has.
+        1. Unsupported and forbidden requests are refused first, because a claim can end other producers.
+        2. The name is claimed: as with a broker, only one producer has a name at a time.
+        3. A session is opened, after all messages in flight under this name have settled.
+        4. The client receives the highest sequence ID that the topic has for this name.
         """
-        # Rights that are granted from here on are those of this task.
+        # Rights that are granted after this point belong to this task.
         self._permissions.check_call("/seqdedupe.v1.PublishService/Open", b"")
         producer_id = command.producer_id
         full = name = ""
@@ -508,7 +521,7 @@ class PulsarConnection:
                 self.say_error(command.request_id, final, ending_code_of(final))
                 return
             full = topic_name(command.topic)
-            _check(command)  # 1
+            check_options(command)  # 1
             layout = layout_for(command.schema, self._registry)
             if len(self._producers) + len(self._refused) >= MAX_PRODUCERS:
                 raise error("QUEUE_FULL", f"the connection has {MAX_PRODUCERS} producers: that is the limit")
@@ -561,7 +574,8 @@ class PulsarConnection:
         self.say("getOrCreateSchemaResponse", await answer_about(request, topic, self._registry))
 
     def _tell_to_wait(self, command: CommandProducer, name: str) -> None:
-        """Tell the client that the answer comes when the producer's turn comes. It then sets no limit to that."""
+        """Notify the client that the answer arrives when the producer's turn comes. The client then waits without a
+        time limit."""
         self._waiting.add(command.producer_id)
         success = CommandProducerSuccess(
             request_id=command.request_id, producer_name=name, schema_version=b"", producer_ready=False
@@ -571,7 +585,7 @@ class PulsarConnection:
     async def _send(self, command: CommandSend, frame: PulsarFrame, stream: Stream) -> None:
         producer = self._producers.get(command.producer_id)
         if producer is None or producer.is_closed:
-            # It was ended, and the client sends this again when it has learned that.
+            # The producer was ended. The client sends this entry again when it learns of the end.
             return
         await self._spend(frame, stream)
         try:
@@ -605,12 +619,12 @@ class PulsarConnection:
         self.say("send_receipt", receipt)
 
     def _refuse_entry(self, producer_id: int, entry: PendingEntry, e: SeqdedupeError) -> None:
-        """Refuse one entry for good. Clients understand that differently, and some not at all."""
+        """Refuse one entry permanently. Clients react differently to this refusal; some do not support it."""
         logger.warning("an entry of a producer from %s was refused: %s", self.peer, e)
         if self._client.startswith(_JAVA):
             sequence_id, code = max(entry.sequence_id, entry.highest_sequence_id), ServerError.NotAllowedError
         elif self._client.startswith(_CPP):
-            # Its only code after which the client drops the entry. It then goes on with the next one.
+            # Only after this code the client drops the entry, and continues with the next entry.
             sequence_id, code = entry.sequence_id, ServerError.ChecksumError
         else:
             self._producers[producer_id].fail(e)
@@ -619,7 +633,8 @@ class PulsarConnection:
         self.say("send_error", failure)
 
     def _ended(self, producer_id: int, e: SeqdedupeError) -> None:
-        """Tell the client that a producer has ended. It opens the producer again, and learns then if that is final."""
+        """Notify the client that a producer has ended. The client opens the producer again, and then receives an error
+        if the end is final."""
         if is_final(e):
             logger.warning("a producer from %s was ended: %s", self.peer, e)
             self._refused[producer_id] = without_traceback(e)
@@ -651,19 +666,19 @@ class PulsarConnection:
     # -- answers -----------------------------------------------------------------------------------------------
 
     def say_error(self, request_id: int, e: SeqdedupeError, code: Any = None) -> None:
-        """Send an ERROR, with this code or the one of the reason."""
+        """Send an ERROR with this code. Without a code, use the code for the error's reason."""
         refusals[e.reason] += 1
         failure = CommandError(request_id=request_id, error=code_of(e) if code is None else code, message=told(e))
         self.say("error", failure)
 
     def say(self, field: str, message: Message) -> None:
         """Send a command; `field` is its field in `BaseCommand`."""
-        # uvloop raises an error once a transport is closed, and a producer may get its answers later.
+        # uvloop raises an error if the transport is closed, and a producer's answers may arrive after that.
         if not self._writer.transport.is_closing():
             self._writer.write(command_frame(command_of(field, message)))
 
     async def pass_on(self, parts: Sequence[Any]) -> None:
-        """Send whole frames of a broker. Return when the client has read most of what was sent."""
+        """Send whole frames of a broker. Return when the client has read most of the sent data."""
         if self._stream is None or self._writer.transport.is_closing():
             return
         self._stream.moves()
@@ -677,19 +692,6 @@ class PulsarConnection:
         with suppress(OSError):
             await self._writer.drain()
         stream.writing_since = None
-
-
-def _check(command: CommandProducer) -> None:
-    """Raise INVALID_REQUEST for a producer to whom the door could not keep its word."""
-    if command.txn_enabled:
-        what, hint = "takes part in transactions", "Publish outside of transactions."
-    elif command.encrypted:
-        what, hint = "encrypts its messages", "Turn off encryption: the door must see the sequence IDs."
-    elif command.initial_subscription_name:
-        what, hint = "creates a subscription", "Create the subscription at the brokers."
-    else:
-        return
-    raise error("INVALID_REQUEST", f"the producer {what}, which the door does not support", hint=hint)
 
 
 def _token_in(command: CommandConnect) -> bytes | None:

@@ -1,9 +1,9 @@
 """The schemas of stock producers.
 
 - In a `native` topic of a Pulsar cluster, each entry names the version of its schema in the cluster's registry.
-- A topic of another format has one schema, with which the sidecar's writer labels all messages. So a producer has this
-  schema, or none.
-- The sidecar's own log keeps no schemas: it takes messages that readers understand without one.
+- A topic of another format has one schema, with which the sidecar's writer labels all messages. So a producer must have
+  this schema or no schema.
+- The sidecar's own log keeps no schemas. It accepts only messages that readers understand without a schema.
 """
 
 import json
@@ -13,6 +13,7 @@ from typing import NamedTuple
 from broker_sidecar.door.pulsar_codes import told
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import AS_USUAL, Layout
+from seqdedupe.log.pulsar.wholes import TYPES
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandGetOrCreateSchema,
     CommandGetOrCreateSchemaResponse,
@@ -25,26 +26,16 @@ VERSION_BYTES = 8
 
 NO_SCHEMA = b""
 
-_NAMES = {
-    Schema.String: "STRING",
-    Schema.Json: "JSON",
-    Schema.Protobuf: "PROTOBUF",
-    Schema.Avro: "AVRO",
-    Schema.Int8: "INT8",
-    Schema.Int16: "INT16",
-    Schema.Int32: "INT32",
-    Schema.Int64: "INT64",
-    Schema.Float: "FLOAT",
-    Schema.Double: "DOUBLE",
-}
-"""The names of types in Pulsar's admin URL, as far as the sidecar's writer can name a schema of this type."""
+_NAMES = {kind: name for name, kind in TYPES.items()}
+"""The names of schema types in Pulsar's admin URL, for the types that the sidecar's writer supports."""
 
 _NEED_THEIR_SCHEMA = frozenset({"AVRO", "PROTOBUF"})
 """The types whose messages nobody can read without the schema."""
 
 
 def has_schema(schema: Schema) -> bool:
-    """Return whether this is a schema. A client's schema of bytes has a type without a name, and is none."""
+    """Return whether this is a schema. A client's schema of bytes has a type without a name, and does not count as a
+    schema."""
     return schema.type != Schema.Type.Value("None")
 
 
@@ -76,15 +67,15 @@ class SchemaRegistry(NamedTuple):
     upload: Callable[[str, str, str, Mapping[str, str]], Awaitable[int]]
     """Add a schema to a topic, by its type, definition and properties. Returns its version. Raises INVALID_REQUEST."""
     is_for_entries: bool
-    """Whether each entry of a topic that is created now may have its own version: the format is `native`."""
+    """Whether each entry of a new topic can have a separate schema version. This is possible in the format `native`."""
 
 
 def layout_for(schema: Schema, registry: SchemaRegistry | None) -> Layout:
     """Return the layout of a topic that is created for a producer with this schema. Without `registry`, the log keeps
     no schemas.
 
-    Raises INVALID_REQUEST if the sidecar cannot name such a schema, or if the log keeps no schemas and nobody could
-    read the messages without it.
+    Raises INVALID_REQUEST if the sidecar does not support such a schema, or if the log keeps no schemas and readers
+    could not read the messages without the schema.
     """
     if not has_schema(schema):
         return AS_USUAL
@@ -97,14 +88,14 @@ def layout_for(schema: Schema, registry: SchemaRegistry | None) -> Layout:
 
 
 def _check_readable(schema: DescribedSchema) -> None:
-    """Raise INVALID_REQUEST if nobody could read the messages on a log that keeps no schemas."""
+    """Raise INVALID_REQUEST if readers could not read the messages on a log that keeps no schemas."""
     if schema.type in _NEED_THEIR_SCHEMA:
         what = f"has a schema of type {schema.type}, without which nobody can read its messages"
         raise error("INVALID_REQUEST", f"the producer {what}: the sidecar's own log keeps no schemas", hint=_HINT)
 
 
 async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | None) -> bytes:
-    """Return the version of a producer's schema in its topic: entries name it.
+    """Return the version of a producer's schema in its topic. Entries contain this version.
 
     Raises INVALID_REQUEST if the topic cannot have this schema, and the errors of the registry.
     """
@@ -128,7 +119,7 @@ async def version_in(topic: Topic, schema: Schema, registry: SchemaRegistry | No
 async def answer_about(
     request: CommandGetOrCreateSchema, topic: Topic | None, registry: SchemaRegistry | None
 ) -> CommandGetOrCreateSchemaResponse:
-    """Return the answer to a producer of this topic that asks for the version of a schema."""
+    """Return the answer to a producer of this topic that requests the version of a schema."""
     answer = CommandGetOrCreateSchemaResponse(request_id=request.request_id)
     try:
         if topic is None:
@@ -140,7 +131,8 @@ async def answer_about(
 
 
 def _normal(definition: str) -> object:
-    """Return a definition without its spaces and its order, if it is JSON."""
+    """Parse a JSON definition, so that spaces and the order of members do not matter. Return any other definition
+    unchanged."""
     try:
         return json.loads(definition)
     except ValueError:
@@ -148,7 +140,9 @@ def _normal(definition: str) -> object:
 
 
 def _differs(topic: str, what: str) -> SeqdedupeError:
-    return error("INVALID_REQUEST", f"topic {topic} {what}", hint="Publish with the topic's schema, or without one.")
+    return error(
+        "INVALID_REQUEST", f"topic {topic} {what}", hint="Publish with the topic's schema, or without a schema."
+    )
 
 
 _HINT = "Publish bytes, and encode them in the producer."

@@ -1,8 +1,8 @@
 """A stock consumer or reader of a topic on the sidecar's own log.
 
-A consumer is a separate stream, as a gRPC reader is: it counts among the streams, its pages come out of the memory
-for readers, and it ends when its rights do. A durable subscription is a named cursor (`subscriptions`). A reader has no
-cursor: its client says where it begins.
+Like a gRPC reader, a consumer is a separate stream. The consumer counts as a stream, its pages use the memory for
+readers, and the consumer ends when its rights end. A durable subscription is a named cursor (`subscriptions`). A reader
+has no cursor: its client states where the reader begins.
 """
 
 import asyncio
@@ -46,19 +46,20 @@ from seqdedupe.v1 import admin_pb2, read_pb2
 logger = logging.getLogger("broker_sidecar.door")
 
 MAX_PERMITS = 1_000_000
-"""The most messages that a client may ask for in advance."""
+"""The maximum number of messages that a client may request in advance."""
 
 MOVE_SECONDS = 1.0
 """The least time between two moves of a cursor."""
 
 LAST_MOVE_SECONDS = 5.0
-"""The time in which a cursor moves for the last time. Otherwise what it has not moved over comes again."""
+"""The time limit for the last move of a cursor. If the cursor does not move in time, the messages after the cursor are
+sent again later."""
 
 WRITTEN_AT_ONCE = 64 * 1024
 """The bytes that are written before the client must read."""
 
 ROWS_AT_ONCE = 100
-"""The messages that are written in one step of the event loop."""
+"""The maximum number of messages that are written in one step of the event loop."""
 
 _NO_ENTRY = 2**64 - 1
 _MAX_ID = 2**63 - 1
@@ -73,7 +74,7 @@ class StockClient(NamedTuple):
     """The connection, as a gRPC call."""
     writer: asyncio.StreamWriter
     writing: asyncio.Lock
-    """Consumers of a connection write in turns. Otherwise what a client does not read grows with each of them."""
+    """Consumers of a connection write in turns. Otherwise the unread data of a client would grow with each consumer."""
     say: Callable[[str, Message], None]
     """Sends a command."""
     say_error: Callable[[int, SeqdedupeError], None]
@@ -102,7 +103,8 @@ class Reach(NamedTuple):
 
 
 class StockConsumer:
-    """A consumer. A separate task serves it, from `start` until `stop` or until it cannot go on."""
+    """A consumer. A separate task serves the consumer, from `start` until `stop`, or until the consumer cannot
+    continue."""
 
     def __init__(self, command: CommandSubscribe, topic: str, client: StockClient, reach: Reach) -> None:
         self.subscription_key = topic, command.subscription
@@ -114,7 +116,7 @@ class StockConsumer:
         self.topic: Topic | None = None
         """The topic, while it receives."""
         self.failed: SeqdedupeError | None = None
-        """Why its cursor has not moved at its end."""
+        """The reason why the cursor was not moved at the consumer's end."""
         self.consumer_id = command.consumer_id
         self._command = command
         self._client = client
@@ -125,13 +127,14 @@ class StockConsumer:
         self._here = 0
         """The next index to send."""
         self._rounds = 0
-        """The number of times that it began again at what is not acknowledged."""
+        """The number of times that the consumer began again at the first unacknowledged message."""
         self._has_changed = asyncio.Event()
         self._has_acks = asyncio.Event()
         self._is_active = asyncio.Event()
         self._moving = asyncio.Lock()
         self._cursor = self._tried = read_pb2.GetCursorResponse()
-        """What the cursor keeps, as far as this consumer knows; and what the last move wrote, or tried to write."""
+        """The value of the cursor, as far as this consumer knows, and the value that the last move wrote or tried to
+        write."""
         self._cursor_index = -1
         """The index after the cursor's position."""
         self._sought: int | None = None
@@ -147,10 +150,9 @@ class StockConsumer:
         on_open: "Callable[[StockConsumer], None]",
         on_end: "Callable[[StockConsumer, SeqdedupeError | None], None]",
     ) -> None:
-        """Serve it, once the consumer `before` is gone. `begin_at` is where a reader begins after a seek. `on_open` is
-        called when the client is told that it is there, and `on_end` at the end, with the reason if the client does
-        not know it.
-        """
+        """Serve the consumer, as soon as the consumer `before` has ended. `begin_at` is the index at which a reader
+        begins after a seek. `on_open` is called when the client receives the success of its subscription. `on_end` is
+        called at the end, with the reason if the client does not know about the end."""
 
         def ended(task: "asyncio.Task[None]") -> None:
             self.is_leaving = True
@@ -219,9 +221,9 @@ class StockConsumer:
             self._client.say("active_consumer_change", change)
 
     async def _leave(self, why: BaseException | None) -> None:
-        """Move the cursor for the last time, and leave the subscription to others."""
+        """Move the cursor for the last time, and release the subscription for other consumers."""
         if isinstance(why, SeqdedupeError) and why.reason == "CURSOR_MOVED":
-            # A seek that has met this end has not taken place.
+            # A seek that arrived during this end has had no effect.
             self.failed = why
         try:
             async with asyncio.timeout(LAST_MOVE_SECONDS):
@@ -262,7 +264,8 @@ class StockConsumer:
         return await self._client.is_alive()
 
     async def _find_topic(self) -> Topic:
-        """Return the topic, which may be created, once the caller may read it and move the cursor."""
+        """Check that the caller may read the topic and move the cursor. Then return the topic, which is created if
+        necessary."""
         name, cursor = self.subscription_key
         if self.is_durable:
             self._reach.may(_READ + "MoveCursor", read_pb2.MoveCursorRequest(topic=name, name=cursor))
@@ -295,7 +298,8 @@ class StockConsumer:
         self.topic = topic
 
     def _first_of_reader(self, topic: Topic) -> int:
-        """Return where a reader begins. Clients skip the message of the start ID themselves, unless they want it."""
+        """Return the index at which a reader begins. Clients skip the message with the start ID themselves, if they do
+        not want this message."""
         command = self._command
         if command.HasField("start_message_id"):
             return place_of(topic, command.start_message_id)
@@ -324,7 +328,8 @@ class StockConsumer:
         return self.topic
 
     def acknowledge(self, command: CommandAck) -> None:
-        """Take acknowledgements. Raises INVALID_POSITION if a message ID is not of this topic; INVALID_REQUEST."""
+        """Process acknowledgements. Raises INVALID_POSITION if a message ID does not belong to this topic;
+        INVALID_REQUEST."""
         if command.txnid_most_bits or command.txnid_least_bits:
             raise error("INVALID_REQUEST", "an acknowledgement is in a transaction, which the door does not support")
         topic = self._active_topic()
@@ -338,7 +343,7 @@ class StockConsumer:
             else:
                 self._acknowledged.add(index, index + 1)
         if self._acknowledged.has_reached_forgotten():
-            # The client does not acknowledge it again unless it comes again.
+            # The client acknowledges the message again only if the message is sent again.
             self.begin_again(None)
         if self._acknowledged.next_index > self._cursor_index:
             self._has_acks.set()
@@ -358,9 +363,10 @@ class StockConsumer:
             await asyncio.sleep(MOVE_SECONDS)
 
     async def _move(self, topic: Topic, index: int) -> None:
-        """Move the cursor to before this index. Raises CURSOR_MOVED if it is not where this consumer has left it.
+        """Move the cursor to before this index. Raises CURSOR_MOVED if another process has moved the cursor.
 
-        A move goes on if the caller is cancelled. Otherwise its outcome would be unknown, also to the next consumer.
+        If the caller is cancelled, the move continues. Otherwise the outcome of the move would be unknown, also to the
+        next consumer.
         """
         await asyncio.shield(unasked(self._move_now(topic, index)))
 
@@ -390,8 +396,8 @@ class StockConsumer:
             self._cursor, self._cursor_index = self._tried, index
 
     async def remove_cursor(self) -> None:
-        """Remove the subscription's cursor. Raises CONSUMER_BUSY if it has other consumers, and the errors of
-        `Cursors.delete`."""
+        """Remove the subscription's cursor. Raises CONSUMER_BUSY if the subscription has other consumers, and the
+        errors of `Cursors.delete`."""
         name, cursor = self.subscription_key
         self._active_topic()
         if not self.is_durable:
@@ -415,12 +421,12 @@ class StockConsumer:
         return max(index, topic.log.first_index)
 
     def seek(self, index: int) -> None:
-        """End it. The next consumer of its subscription begins at this index."""
+        """End this consumer. The next consumer of the subscription begins at this index."""
         self._sought = index
         self.stop()
 
     def last_message(self) -> CommandGetLastMessageIdResponse:
-        """Return the last message, and where the subscription stands. Raises RECOVERING, INVALID_REQUEST."""
+        """Return the topic's last message, and the position of the subscription. Raises RECOVERING, INVALID_REQUEST."""
         topic = self._active_topic()
         return CommandGetLastMessageIdResponse(
             last_message_id=_message_id(topic, end_index(topic) - 1),
@@ -435,7 +441,7 @@ class StockConsumer:
         self._has_changed.set()
 
     def begin_again(self, epoch: int | None) -> None:
-        """Send everything again that is not acknowledged, as a broker does for subscriptions of one consumer."""
+        """Send all unacknowledged messages again, as a broker does for subscriptions with one active consumer."""
         if epoch is not None:
             self._epoch = epoch
         if self.topic is not None:
@@ -476,7 +482,8 @@ class StockConsumer:
             await self._send(topic, answer.records, rounds, stream)
 
     async def _wait(self, topic: Topic, here: int) -> None:
-        """Wait for a permit, or for a message if there are permits; and until the client wants messages again."""
+        """Wait for a message, if there are permits, or for a change such as new permits. Then wait until the client can
+        accept messages."""
         waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._has_changed.wait())]
         if self._permits:
             waits.append(asyncio.ensure_future(topic.wait_for_message(here)))
@@ -493,7 +500,7 @@ class StockConsumer:
             raise error("DRAINING", f"topic {topic.name} is closing")
 
     async def _send(self, topic: Topic, records: Any, rounds: int, stream: Stream) -> None:
-        """Send the messages of these records, until the client wants them again from an earlier one on."""
+        """Send the messages of these records. Stop if the client requests the messages from an earlier message on."""
         parts: list[Any] = []
         size = 0
         for record in records:
@@ -533,7 +540,8 @@ class StockConsumer:
                 await writer.drain()
             except asyncio.CancelledError:
                 if stream.ended_because is not None and time.monotonic() >= began_at + UNREAD_SECONDS:
-                    # Its memory is wanted, and what was written is released in no other way.
+                    # Other streams need the memory of this connection. The written data is released only by ending the
+                    # connection.
                     self._client.abort()
                 raise
             stream.writing_since, stream.moved_at = None, time.monotonic()
@@ -542,13 +550,13 @@ class StockConsumer:
 
 
 def _check_is_open(topic: Topic) -> None:
-    """Raise DRAINING if the topic is closing. Its log may be gone, and another one may be there by its name."""
+    """Raise DRAINING if the topic is closing. The topic's log may be gone, and another topic may have the same name."""
     if topic.state is State.DRAINING:
         raise error("DRAINING", f"topic {topic.name} is closing")
 
 
 def place_of(topic: Topic, message_id: MessageIdData) -> int:
-    """Return the index at which a consumer begins that names this message: also the first, and the next one to come.
+    """Return the start index of a consumer that names this message. The message may also be "earliest" or "latest".
 
     Raises POSITION_OF_ANOTHER_INCARNATION, RECOVERING.
     """

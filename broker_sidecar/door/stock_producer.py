@@ -1,7 +1,9 @@
-"""A stock producer: its entries become frames of its topic, and the verdicts become receipts.
+"""A stock producer: the producer's entries are converted to frames of the topic, and verdicts are converted to
+receipts.
 
-The door is the client that `PublishService` describes (publish.proto): it opens a session for the producer's name,
-states the links, and numbers the frames. It keeps no messages: the stock client does, until their receipts.
+The door is the client that `PublishService` describes (publish.proto): the door opens a session for the producer's
+name, sets the links, and numbers the frames. The door keeps no messages: the stock client keeps each message until the
+receipt arrives.
 """
 
 import asyncio
@@ -25,7 +27,6 @@ from broker_sidecar.streams import Stream, unasked
 from seqdedupe.batch import Batch
 from seqdedupe.core.rule import UNKNOWN
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import SentEntry
 from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
@@ -36,12 +37,13 @@ from seqdedupe.topic.topic import Topic
 logger = logging.getLogger("broker_sidecar.door")
 
 ENTRY_BYTES = 512
-"""The memory of an entry that waits for its answer. It may wait behind an entry in flight, with nothing in flight."""
+"""The memory of an entry that waits for its answer. The entry may wait behind an earlier entry in flight, even if no
+message of its own is in flight."""
 
 OF_ONE_MESSAGE = frozenset(
     {"INVALID_BATCH", "INVALID_REQUEST", "INVALID_SEQUENCE_ID", "MALFORMED_MESSAGE", "MESSAGE_TOO_LARGE"}
 )
-"""The reasons why one entry is refused, while its producer goes on."""
+"""The reasons for which only one entry is refused, and the producer continues."""
 
 _PASSES = frozenset({"INVALID_EPOCH", "PREDECESSOR_MISSING"})
 """Refusals that end when the producer is opened again."""
@@ -62,20 +64,22 @@ class PendingEntry:
     frames: int = 0
     """The frames without an answer."""
     batches: int = 0
-    """The batches that the topic has judged, or will."""
+    """The batches that the topic has judged or will judge."""
     is_admitted: bool = False
     message_id: MessageId = UNKNOWN_ID
-    """The ID of the entry. It is unknown if consumers see its messages by IDs that do not follow from it."""
+    """The message ID for the receipt of the entry. UNKNOWN_ID if clients would compute wrong IDs of the entry's
+    messages from this ID."""
     refused: SeqdedupeError | None = None
     is_silent: bool = False
-    """No answer is given: that for a later entry ends the producer."""
+    """Whether the entry gets no answer. The answer to a later entry then ends the producer."""
 
 
 class StockProducer:
     """A producer of one connection, with a session in its topic.
 
-    `answer` is called for each entry, in the order in which the client sent them. `on_end` is called once, if the
-    producer ends by itself; the client must open it again, and send again what has no receipt.
+    `answer` is called for each entry, in the order in which the client sent the entries. `on_end` is called once if the
+    producer ends without a request of the client. The client must then open the producer again, and resend the messages
+    without a receipt.
     """
 
     def __init__(
@@ -91,10 +95,9 @@ class StockProducer:
         goes_on: bool,
         schema_version: bytes,
     ) -> None:
-        """`goes_on` says whether the client sends further entries after one that is refused. If not, `answer` ends the
-        producer, and nothing after the refused entry may be stored. `schema_version` is that of the producer's schema
-        in the topic; empty if it has none.
-        """
+        """`goes_on` is true if the client continues to send entries after a refused entry. Otherwise `answer` ends the
+        producer, and no entry after the refused entry may be stored. `schema_version` is the version of the producer's
+        schema in the topic; empty if the producer has no schema."""
         self.topic = topic
         self.session = session
         self._last = persisted
@@ -109,7 +112,7 @@ class StockProducer:
         self._schema = topic.log.schema
         self._has_refused = False
         self._chunk_refused: SeqdedupeError | None = None
-        """Why a message is refused of which further chunks are to come."""
+        """The reason why a chunked message is refused. Further chunks of this message will follow."""
         self._pending: deque[PendingEntry] = deque()
         self._number = 0
         self._settled = asyncio.Event()
@@ -117,13 +120,13 @@ class StockProducer:
         counted["producers"] += 1
 
     async def send(self, command: CommandSend, entry: WireEntry) -> None:
-        """Take an entry, in these steps:
+        """Publish an entry, in these steps:
 
-        1. Its rows are read. An entry that cannot be taken is answered in its turn.
-        2. Its batches wait for room, one after the other. Meanwhile nothing more is read from the client.
-        3. The topic judges each batch. The answer comes when the last one has settled.
+        1. The rows of the entry are read. An entry that cannot be accepted is answered in its turn.
+        2. The batches of the entry wait for room, one after the other. Meanwhile no more data is read from the client.
+        3. The topic judges each batch. The answer is sent when the last batch has settled.
 
-        Raises MALFORMED_MESSAGE if its metadata are not Pulsar's.
+        Raises MALFORMED_MESSAGE if the entry's metadata are not valid Pulsar metadata.
         """
         if self._has_refused and not self._goes_on:
             return
@@ -133,7 +136,7 @@ class StockProducer:
         if self.is_closed:
             return
         if self._schema_version and self._schema is not None and self.topic.log.schema != self._schema:
-            self.fail(error("LOG_REFUSED", f"topic {self.topic.name} has got another schema"))
+            self.fail(error("LOG_REFUSED", f"topic {self.topic.name} now has another schema"))
             return
         pending = PendingEntry(command.sequence_id, command.highest_sequence_id)
         self._pending.append(pending)
@@ -154,7 +157,7 @@ class StockProducer:
                 pending.rows, batches, sent = self._batches(entry, metadata)  # 1
         except SeqdedupeError as e:
             batches, sent = [], None
-            # Go's client waits for ever if its producer ends before it has sent the last chunk of a message.
+            # The Go client waits forever if its producer ends before the client has sent the last chunk of a message.
             pending.is_silent = is_followed(metadata) and not self._goes_on
             if pending.is_silent:
                 self._chunk_refused = without_traceback(e)
@@ -172,11 +175,12 @@ class StockProducer:
         self._answer_all()
 
     def _batches(self, entry: WireEntry, metadata: MessageMetadata) -> tuple[int, list[Batch], SentEntry | None]:
-        """Return the number of rows of an entry, their batches, and for a log of native entries the entry's form."""
+        """Return the number of rows of an entry, the batches of these rows, and for a log of native entries the entry's
+        form."""
         entry_format = self.topic.log.entry_format
         labels = entry_format == "native"
         version = None if labels else self._schema_version
-        rows = rows_to_store(entry, metadata, MAX_BATCH_BYTES, version, delays=entry_format in ("plain", "native"))
+        rows = rows_to_store(entry, metadata, version, delays=entry_format in ("plain", "native"))
         if not len(rows):
             return 0, [], None
         kept = metadata.schema_version if labels else b""
@@ -189,7 +193,8 @@ class StockProducer:
         size = FRAME_BYTES + len(batch) + (len(sent.payload) if sent is not None else 0)
         share = self._stream.share
         limit = share.use.limits.bytes_in_flight
-        # Entries that wait hold a little, this one too: a caller's share never gets empty for one that is larger.
+        # Waiting entries, including this entry, hold a little memory. So the caller's share never becomes empty, and an
+        # entry larger than the share would wait forever. The limit prevents this.
         await share.wait_for(size if limit is None else min(size, limit // 2))
         await self.topic.flight.wait_for_room()
         if not self.is_closed:
@@ -197,8 +202,8 @@ class StockProducer:
             self._pass(pending, batch, sent, size)
 
     def _pass(self, pending: PendingEntry, batch: bytes, sent: SentEntry | None, size: int) -> None:
-        """Pass a batch to the topic. It takes `size` bytes of the stream's share until it is answered."""
-        # Nothing keeps the rows and the payload for a second time, which is rare.
+        """Pass a batch to the topic. Until the batch is answered, it uses `size` bytes of the stream's share."""
+        # The rows and the payload are not kept for a second attempt, because a second attempt is rare.
         again = sent._replace(payload=b"", rows=None) if sent is not None else None
         self._stream.share.take(size)
         self._stream.frames_in_flight += 1
@@ -210,7 +215,7 @@ class StockProducer:
             try:
                 take_answer(answer)
             except Exception as e:
-                # Without an answer the client would wait for ever.
+                # Without an answer the client would wait forever.
                 logger.exception("the door could not take an answer")
                 self.fail(error("OUTCOME_UNKNOWN", f"the door could not take an answer: {type(e).__name__}"))
 
@@ -225,7 +230,7 @@ class StockProducer:
                 refusals[answer.error.reason] += 1
                 self._refused(pending, answer.error)
             elif is_unknown:
-                # Nothing was appended for a row whose copy is in flight. Its outcome decides.
+                # A row whose copy is in flight was not appended. The outcome of the copy decides.
                 pending.frames += 1
                 unasked(self._again(pending, batch, again, size))
             else:
@@ -241,7 +246,8 @@ class StockProducer:
             self._stream.share.give_back(size)
         pending.frames -= 1
         if not self.is_closed:
-            # This waits for no room: an answer to a later entry would meanwhile find that this one has settled.
+            # This does not wait for room. Otherwise the answer to a later entry could find this entry settled during
+            # the wait.
             self._pass(pending, batch, sent, FRAME_BYTES + len(batch))
 
     def _refused(self, pending: PendingEntry, e: SeqdedupeError) -> None:
@@ -252,11 +258,11 @@ class StockProducer:
             self.fail(e)
 
     def _learn(self, pending: PendingEntry, receipt: FrameReceipt) -> None:
-        """Learn the ID of an entry.
+        """Record the message ID for the receipt of an entry, if the receipt can have one.
 
-        The client numbers the messages of its batch within the ID that it gets. Most logs store each message as an
-        entry, so an ID for a batch would lead the client to wrong messages. Brokers do not know the ID of an old entry
-        either.
+        The client numbers the messages of its batch within the ID in the receipt. Most logs store each message as an
+        entry, so the client would compute wrong IDs from an ID for a batch. Pulsar's brokers also return no ID for an
+        old entry.
         """
         if receipt.runs:
             run = receipt.runs[0]
@@ -267,7 +273,8 @@ class StockProducer:
             pending.message_id = MessageId(*(int(column[0]) for column in columns))
 
     def _answer_all(self) -> None:
-        """Answer the oldest entries that are settled. Clients take a receipt out of order for a lost message."""
+        """Answer the oldest entries that are settled, in order. Clients interpret a receipt out of order as a lost
+        message."""
         while not self.is_closed and self._pending:
             oldest = self._pending[0]
             if oldest.frames or not oldest.is_admitted:
@@ -286,13 +293,13 @@ class StockProducer:
             await self._settled.wait()
 
     def fail(self, e: SeqdedupeError) -> None:
-        """End the producer, because nothing more of it can be stored in its present session."""
+        """End the producer, because no further entry of the producer can be stored in the present session."""
         if not self.is_closed:
             self.close()
             self._on_end(e)
 
     def close(self) -> None:
-        """End the producer. Entries without a receipt are stored or not; they get none any more."""
+        """End the producer. Entries without a receipt may or may not be stored, and get no receipt any more."""
         if not self.is_closed:
             self.is_closed = True
             self._stream.share.give_back(ENTRY_BYTES * len(self._pending))
@@ -307,6 +314,7 @@ def is_final(e: SeqdedupeError) -> bool:
 
 
 def without_traceback(e: SeqdedupeError) -> SeqdedupeError:
-    """Return an error that is kept. Its traceback holds the entry that it is about, of up to 5 MiB."""
+    """Return an error without its traceback, so that the error can be kept. The traceback would keep the entry, of up
+    to 5 MiB, in memory."""
     e.__traceback__ = e.__cause__ = e.__context__ = None
     return e

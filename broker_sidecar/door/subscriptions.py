@@ -1,7 +1,8 @@
-"""The durable subscriptions of stock consumers: who is subscribed, who receives, and what a consumer has acknowledged.
+"""The durable subscriptions of stock consumers: the subscribed consumers, the active consumer that receives messages,
+and the acknowledged messages.
 
-A subscription's position is the named cursor of its name. Nothing else is kept: when a consumer goes, the next one
-begins at the cursor.
+A subscription's position is the cursor with the subscription's name. Nothing else is stored: when a consumer ends, the
+next consumer begins at the cursor.
 """
 
 import asyncio
@@ -13,16 +14,17 @@ from seqdedupe.errors import error
 from seqdedupe.limits import MAX_INDEX
 
 MAX_RANGES = 1_000
-"""The most ranges that a consumer has acknowledged behind holes. Those farthest from the cursor are forgotten first:
-their messages come again when the cursor reaches them, which does no harm."""
+"""The maximum number of acknowledged ranges after unacknowledged messages. Above this number, the ranges farthest from
+the cursor are forgotten first. The messages of a forgotten range are sent again when the cursor reaches the range,
+which does no harm."""
 
 
 class Acknowledged:
-    """The indexes that a consumer has acknowledged: all below `next_index`, and ranges behind holes."""
+    """The indexes that a consumer has acknowledged: all indexes below `next_index`, and separate ranges above it."""
 
     def __init__(self, next_index: int) -> None:
         self.next_index = next_index
-        """The first index that is not acknowledged: where the cursor stands."""
+        """The first index that is not acknowledged. The cursor is before this index."""
         self._begins: list[int] = []
         self._ends: list[int] = []
         """The ranges in order. They do not touch each other, nor `next_index`."""
@@ -51,8 +53,8 @@ class Acknowledged:
         self.add(self.next_index, stop)
 
     def has_reached_forgotten(self) -> bool:
-        """Return whether the messages from `next_index` on must come again, because some were forgotten. Then nothing
-        counts as forgotten any more."""
+        """Return whether the messages from `next_index` on must be sent again, because some were forgotten. After that,
+        no message counts as forgotten."""
         has_reached = self.next_index >= self._forgotten
         if has_reached:
             self._forgotten = MAX_INDEX + 1
@@ -65,7 +67,8 @@ class Acknowledged:
         return self._ends[place] if place >= 0 and index < self._ends[place] else index
 
     def open_until(self, index: int) -> int:
-        """Return the first acknowledged index after this one, which is open; without one, more than any index."""
+        """Return the first acknowledged index after `index`, which must not be acknowledged. If there is none, return a
+        number above all indexes."""
         place = bisect_right(self._begins, index)
         return self._begins[place] if place < len(self._begins) else MAX_INDEX + 1
 
@@ -79,7 +82,7 @@ class Subscriber(Protocol):
     priority_level: int
     is_leaving: bool
     gone: asyncio.Event
-    """Set when its cursor has moved for the last time, and it has left the subscription."""
+    """An event that is set when the consumer has moved the cursor for the last time, and has left the subscription."""
 
     def activate(self) -> None:
         """Begin to receive."""
@@ -105,10 +108,11 @@ class Subscriptions:
         self._all: dict[tuple[str, str], _Subscription] = {}
 
     async def join(self, new: Subscriber) -> None:
-        """Add a consumer, and activate it if no other one is active.
+        """Add a consumer, and activate the consumer if no other consumer is active.
 
-        A consumer that is leaving is waited for. One whose client does not answer any more is ended: it may be the
-        former connection of this very client. Raises CONSUMER_BUSY if another one excludes this one.
+        If another consumer is leaving, wait for it. If another consumer's client no longer answers, end that consumer:
+        it may be an earlier connection of the same client. Raises CONSUMER_BUSY if another consumer excludes this
+        consumer.
         """
         key = topic, name = new.subscription_key
         while (found := self._all.get(key)) is not None:
@@ -122,9 +126,7 @@ class Subscriptions:
                 found.subscribers.append(new)
                 return
             elif found.active is active:
-                raise error(
-                    "CONSUMER_BUSY", f"the subscription {name!r} of {topic} has a consumer that excludes others"
-                )
+                raise error("CONSUMER_BUSY", f"the subscription {name!r} of {topic} has an exclusive consumer")
         self._all[key] = _Subscription(new, [new])
         new.activate()
 
@@ -133,8 +135,8 @@ class Subscriptions:
         return self._all[subscriber.subscription_key].subscribers == [subscriber]
 
     def leave(self, subscriber: Subscriber) -> None:
-        """Remove a consumer. If it was the active one, the next one takes over: of those with the lowest priority
-        level, the one that came first."""
+        """Remove a consumer. If this consumer was active, the next consumer takes over: the consumer that came first
+        among the consumers with the lowest priority level."""
         found = self._all.get(subscriber.subscription_key)
         if found is None or subscriber not in found.subscribers:
             return

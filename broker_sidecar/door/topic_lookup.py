@@ -1,13 +1,19 @@
-"""Where a stock client finds its topic: at this door, or at the door of the sidecar that owns the topic."""
+"""Tells a stock client where its topic is: at this door, or at the door of the sidecar that owns the topic.
+
+Among workers and shards, the topic's name determines the owner. In a Pulsar cluster, the log determines the owner.
+"""
 
 import asyncio
+import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from broker_sidecar.cluster.peers import Neighbours
 from broker_sidecar.door.pulsar_codes import lookup_code_of, told
 from broker_sidecar.security.permissions import Permissions
-from seqdedupe.errors import NotFoundError, SeqdedupeError
+from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.names import topic_name
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandLookupTopic,
@@ -15,46 +21,66 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandPartitionedTopicMetadata,
     CommandPartitionedTopicMetadataResponse,
 )
+from seqdedupe.tasks import shared
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
+logger = logging.getLogger("broker_sidecar.door")
+
 FRESH_SECONDS = 5.0
-"""The time for which a door's address is reused. A client that is sent to a sidecar that has ended comes back."""
+"""The time for which a door's address is cached. If a client is redirected to a sidecar that has ended, the client asks
+again."""
 
 OPEN_SECONDS = 5.0
-"""The time for which a lookup waits until a topic has been opened that nobody has used."""
+"""The maximum time that a lookup waits for the opening of a topic that was not used yet."""
 
 MAX_DOORS = 1_000
 """The most addresses that are kept."""
 
-DoorAt = Callable[[str], Awaitable[str]]
-"""Returns the URL of the door of the sidecar at this address; empty if it has none, or does not answer now."""
+MAX_ASKED = 4
+"""The most questions about topics that another sidecar is asked at the same time. Each question opens a connection."""
 
 Partitions = Callable[[str], Awaitable[int]]
-"""Returns how many partitions a topic that the sidecar does not know has."""
+"""A function that returns the number of partitions of a topic that this sidecar does not know."""
 
 
 class TopicLookup:
     """The answers to PARTITIONED_METADATA and LOOKUP, for all connections."""
 
-    def __init__(self, topics: Topics[Topic], permissions: Permissions, door_at: DoorAt | None = None) -> None:
-        """Without `door_at`, every topic is found at this door."""
+    def __init__(
+        self,
+        topics: Topics[Topic],
+        permissions: Permissions,
+        neighbours: Neighbours | None = None,
+        *,
+        names_itself: bool = False,
+    ) -> None:
+        """Without `neighbours`, every topic is found at this door. `names_itself` is true if clients may have the
+        addresses of several doors: the Go client does not stay at its present address. It uses the next address of its
+        service URL, which may be the door of another sidecar, or not a door at all."""
         self._topics = topics
+        self._names_itself = names_itself
         self._permissions = permissions
-        self._door_at = door_at
+        self._neighbours = neighbours
         self._doors: dict[str, tuple[float, str]] = {}
+        self._asking: dict[str, asyncio.Task[str]] = {}
+        self._counting: dict[str, asyncio.Task[int]] = {}
+        """The questions for the partitions of other sidecars' topics, by topic."""
+        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(MAX_ASKED))
+        """By the address of another sidecar: the turns of questions about its topics."""
         self.scheme = "pulsar"
-        """How the URLs begin at which this door can be reached."""
+        """The scheme of the URLs at which this door can be reached."""
         self.own_url = ""
-        """The URL at which other doors send clients here; empty if it is not known."""
+        """The URL with which other doors redirect clients to this door; empty if the URL is not known."""
 
     async def partitions(
         self, command: CommandPartitionedTopicMetadata, elsewhere: Partitions | None
     ) -> CommandPartitionedTopicMetadataResponse:
-        """Answer how many partitions a topic has. `elsewhere` is asked about topics that are not here."""
-        # A client takes a field without a value for a missing answer.
+        """Answer how many partitions a topic has. For topics that are not in this sidecar, ask the owner of the topic's
+        shard, or `elsewhere`."""
+        # A client treats a field without a value as a missing answer.
         answer = CommandPartitionedTopicMetadataResponse(
             request_id=command.request_id, response=CommandPartitionedTopicMetadataResponse.Success, partitions=0
         )
@@ -63,6 +89,9 @@ class TopicLookup:
             self._check_may_look(full)
             # The topic may not exist yet.
             with suppress(NotFoundError):
+                if owner := self._owner_of_shard(full):
+                    answer.partitions = await self._partitions_at(owner, full)
+                    return answer
                 await look_for(self._topics, full)
             partitions = self._topics.partitions
             if full in partitions:
@@ -77,47 +106,91 @@ class TopicLookup:
     async def look_up(self, command: CommandLookupTopic) -> CommandLookupTopicResponse:
         """Answer where a topic is.
 
-        A client that another door has sent here is not sent on: which sidecar owns the topic may be changing.
+        If another door has redirected the client to this door, do not redirect the client again in a Pulsar cluster,
+        because the owner of the topic may be changing there. The owner of a topic's shard does not change, and a topic
+        that was moved to another sidecar's own log is certainly there.
         """
         answer = CommandLookupTopicResponse(request_id=command.request_id, authoritative=True)
         try:
             full = topic_name(command.topic)
             self._check_may_look(full)
-            with suppress(NotFoundError):
-                self._topics.ownership.check(full)
-            url = "" if command.authoritative else await self._owners_door(full)
+            if owner := self._owner_of_shard(full):
+                url = await self._door_at(owner)
+                if not url:
+                    raise _no_door(full, owner)
+            else:
+                may_change = command.authoritative and self._topics.kind.log.is_shared
+                url = "" if may_change else await self._owners_door(full)
         except SeqdedupeError as e:
             answer.response = CommandLookupTopicResponse.Failed
             answer.error, answer.message = lookup_code_of(e), told(e)
             return answer
         answer.response = CommandLookupTopicResponse.Redirect if url else CommandLookupTopicResponse.Connect
-        if not url and (command.authoritative or self._door_at is not None):
-            # Go's client does not keep to its present address: it takes the next one of its service URL, which may be
-            # the door of another sidecar, or of none.
+        if not url and (command.authoritative or self._names_itself):
             url = self.own_url
         if url.startswith("pulsar+ssl"):
             answer.brokerServiceUrlTls = url
         elif url:
             answer.brokerServiceUrl = url
         else:
-            # The client keeps to the address that it knows, so the door need not know by which name it is reached.
-            # Java takes no URL without a port.
+            # The client stays at the address that it uses now, so the door need not know its own name. The Java client
+            # accepts no URL without a port.
             answer.brokerServiceUrl, answer.proxy_through_service_url = "pulsar://seqdedupe:6650", True
             answer.brokerServiceUrlTls = "pulsar+ssl://seqdedupe:6651"
         return answer
 
+    def _owner_of_shard(self, full: str) -> str:
+        """Return the address of the sidecar that has the topic's shard; empty if it is this sidecar.
+
+        Raises SHARD_CLAIMED_TWICE; NOT_OWNER if the address is not known yet."""
+        try:
+            self._topics.ownership.check(full)
+        except SeqdedupeError as e:
+            if owner := e.numbers.get("owner_address", ""):
+                return owner
+            raise
+        return ""
+
+    async def _partitions_at(self, owner: str, full: str) -> int:
+        """Return the number of partitions of a topic that belongs to the sidecar at this address. Raises that sidecar's
+        refusal, UNREACHABLE."""
+        return await shared(self._counting, full, lambda: self._count(owner, full))
+
+    async def _count(self, owner: str, full: str) -> int:
+        if self._neighbours is None:
+            raise _no_door(full, owner)
+        async with self._turns[owner]:
+            try:
+                return (await self._neighbours.topic(owner, full)).partitions
+            except SeqdedupeError as e:
+                raise _not_of_client(owner, e) from e
+
     async def _owners_door(self, full: str) -> str:
-        """Return the URL of the door of another sidecar that owns the topic; empty if that is not known."""
-        if self._door_at is None or not (owner := await self._other_owner(full)):
-            return ""
-        known = self._doors.get(owner)
-        if known is None or time.monotonic() - known[0] > FRESH_SECONDS:
-            if len(self._doors) >= MAX_DOORS:
-                self._doors.clear()
-            known = self._doors[owner] = (time.monotonic(), await self._door_at(owner))
-        url = known[1]
-        # A client without TLS cannot follow to a door with it, nor the other way round.
+        """Return the URL of the door of another sidecar that owns the topic; empty if the URL is not known."""
+        if self._neighbours is not None and (owner := await self._other_owner(full)):
+            with suppress(SeqdedupeError):
+                return await self._door_at(owner)
+        return ""
+
+    async def _door_at(self, address: str) -> str:
+        """Return the URL of the door of the sidecar at this address; empty if there is no door that clients of this
+        door can use. Raises the errors of `Neighbours.door_at`."""
+        told_at, url = self._doors.get(address, (0.0, ""))
+        if not url or time.monotonic() - told_at > FRESH_SECONDS:
+            url = await shared(self._asking, address, lambda: self._ask(address))
+        # A client without TLS cannot follow a redirect to a door with TLS, and a client with TLS cannot follow a
+        # redirect to a door without TLS.
         return url if url != self.own_url and url.startswith(f"{self.scheme}://") else ""
+
+    async def _ask(self, address: str) -> str:
+        try:
+            url = await self._neighbours.door_at(address) if self._neighbours is not None else ""
+        except SeqdedupeError as e:
+            raise _not_of_client(address, e) from e
+        if len(self._doors) >= MAX_DOORS:
+            self._doors.clear()
+        self._doors[address] = time.monotonic(), url
+        return url
 
     async def _other_owner(self, full: str) -> str:
         try:
@@ -125,7 +198,7 @@ class TopicLookup:
                 topic = await find(self._topics, full)
             if topic.state is not State.STANDBY:
                 return ""
-            # A sidecar whose topic has lost its owner takes it over when it is asked.
+            # If a topic has lost its owner, a sidecar takes the topic over when a client asks for the topic.
             topic.asked.tell()
             return topic.owner_address
         except TimeoutError:
@@ -136,3 +209,19 @@ class TopicLookup:
     def _check_may_look(self, full: str) -> None:
         request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
         self._permissions.check_call("/seqdedupe.v1.AdminService/GetTopic", request)
+
+
+def _not_of_client(owner: str, e: SeqdedupeError) -> SeqdedupeError:
+    """Return the error for a client if another sidecar has refused this sidecar's question. A refusal of this sidecar's
+    own token says nothing about the client's token."""
+    if e.reason not in ("UNAUTHENTICATED", "TOKEN_EXPIRED", "NOT_ALLOWED"):
+        return e
+    logger.warning("the sidecar at %s refuses questions of this sidecar: %s", owner, e)
+    return error("UNREACHABLE", f"the sidecar at {owner} does not answer this sidecar")
+
+
+def _no_door(full: str, owner: str) -> SeqdedupeError:
+    """Return the reason why a client is not sent to the owner of a topic's shard."""
+    what = f"topic {full} belongs to the sidecar at {owner}, which has no door that this client can use"
+    hint = "Set pulsar_listen at all processes, each with another advertised_pulsar_address, and TLS at all or none."
+    return error("NOT_OWNER", what, hint=hint, owner_address=owner)

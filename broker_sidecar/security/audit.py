@@ -1,7 +1,7 @@
-"""The audit trail: who changed the sidecar and how, and which callers were refused. docs/guides/audit.md lists the
-events.
+"""The audit trail: it records which caller changed the sidecar and how, and which callers were refused.
+docs/guides/audit.md lists the events.
 
-Begin with `Trail`, which decides what is recorded about calls. `Audit` writes the file.
+Begin with `Trail`, which decides which facts about calls are recorded. `Audit` writes the file.
 """
 
 import asyncio
@@ -81,8 +81,9 @@ class Repeats(Generic[C, T]):
     def take(self) -> Iterator[tuple[C | None, T | None, int]]:
         """Yield (caller, event, number of repetitions) for each repeated event, and forget all of them.
 
-        (caller, None, N): N other events of this caller were never written. (None, None, N): N events of other
-        callers."""
+        (caller, None, N): N other events of this caller were never written. (None, None, N): N events of other callers
+        that were not counted separately.
+        """
         callers, others = self._callers, self._others
         self._callers, self._others = {}, 0
         for who, repeated in callers.items():
@@ -131,7 +132,7 @@ class Audit:
         self._is_moved = False
         self._waiting: list[_Line] = []
         self._writing: asyncio.Task[None] | None = None
-        # Callers without a token have their own places: they cannot take those of callers with one.
+        # Callers without a token have separate places, so they cannot use up the places of callers with a token.
         self._repeats: defaultdict[str, Repeats[_Caller, frozenset[tuple[str, object]]]] = defaultdict(Repeats)
         self._counted: asyncio.TimerHandle | None = None
         try:
@@ -146,7 +147,8 @@ class Audit:
         await self._put(event, fields).written
 
     def tell(self, event: str, **fields: object) -> None:
-        """Write a line soon, without waiting for it. Lines about refusals cannot displace it."""
+        """Queue a line to be written soon, and do not wait until it is written. Lines about refusals cannot displace
+        this line."""
         self._put_untold(event, fields, MAX_WAITING)
 
     def refused(self, event: str, network: str, **fields: object) -> None:
@@ -161,7 +163,8 @@ class Audit:
             self._put_untold(event, fields, MAX_WAITING_REFUSALS)
 
     def reopen(self) -> None:
-        """Note that the file may have been moved. Write to the file that now has this name, and continue the chain."""
+        """Open the file again, because an operator may have moved it. Write to the file that now has this name, and
+        continue the chain of lines."""
         self._is_moved = True
 
     async def close(self) -> None:
@@ -236,7 +239,7 @@ class Audit:
         self._link = link
 
     def _open(self) -> None:
-        """Open the file after its last whole line. A new file continues the chain of the previous one.
+        """Open the file after the last complete line. A new file continues the chain of the previous file.
 
         Raises OSError, AUDIT_DAMAGED, AUDIT_UNAVAILABLE, NEWER_FORMAT.
         """
@@ -291,7 +294,7 @@ class Openers:
         """For each subject, its opens, the oldest first."""
 
     def opened(self, incarnation: int, epoch: int, subject: str) -> None:
-        """Note that a subject has opened names of a topic with this epoch."""
+        """Record that a subject has opened names of a topic with this epoch."""
         if len(self._subjects) >= MAX_OPENS:
             most = max(self._opens, key=lambda one: len(self._opens[one]))
             oldest = self._opens[most].popleft()
@@ -302,7 +305,7 @@ class Openers:
         self._opens[subject].append((incarnation, epoch))
 
     def of(self, incarnation: int, epoch: int) -> str | None:
-        """Return the subject that opened sessions with this epoch; None if it is not remembered."""
+        """Return the subject that opened sessions with this epoch; None if the subject is no longer known."""
         return self._subjects.get((incarnation, epoch))
 
 
@@ -366,10 +369,11 @@ class Trail:
 
     @asynccontextmanager
     async def change(self, call: str, request: Message | str) -> AsyncIterator[None]:
-        """Record a change by an operator's call: one line before the block, and one after it, before the answer.
+        """Record a change by an operator's call. One line is written before the block. A second line is written after
+        the block, before the answer.
 
-        Raises AUDIT_UNAVAILABLE before the block, or after it: then the change was carried out. Raises SHARE_EXCEEDED
-        before the block if too many changes of this caller have just failed.
+        Raises AUDIT_UNAVAILABLE before the block, or after it. In the second case, the change was carried out. Raises
+        SHARE_EXCEEDED before the block if too many changes of this caller have just failed.
         """
         if (audit := self._audit) is None:
             yield
@@ -431,14 +435,15 @@ class Trail:
             await self._audit.close()
 
     def read_again(self, what: str, problem: SeqdedupeError | None) -> None:
-        """Record that a file was replaced and is in force, or that it is not because of this problem."""
+        """Record that the new content of a replaced file is in force. With a problem, record that the new content is
+        not in force because of this problem."""
         if problem is None:
             self._happened("read again", what=what)
         else:
             self._happened("not read again", what=what, why=problem.message)
 
     def rotated(self) -> None:
-        """Note that the trail's file may have been moved."""
+        """Record that the trail's file may have been moved."""
         if self._audit is not None:
             self._audit.reopen()
 
@@ -448,7 +453,7 @@ class Trail:
 
 
 def _why(e: BaseException) -> str:
-    """Return the reason. If a handler has aborted its call, the original error is the context of `e`."""
+    """Return the reason of a failure. If a handler has aborted its call, the original error is the context of `e`."""
     for one in (e, e.__context__):
         if isinstance(one, SeqdedupeError):
             return one.reason
@@ -460,7 +465,7 @@ def _who(subject: Subject) -> dict[str, Any]:
 
 
 def _names(names: Iterable[str]) -> dict[str, Any]:
-    """Return the first names, as far as there is room, and the number of names."""
+    """Return the number of all names, and the first names. The room in a line limits how many names are returned."""
     listed = list(names)
     told = " ".join(repr(cut(name, MAX_NAME_BYTES_TOLD)) for name in listed[:MAX_NAMES_TOLD])
     return {"producer_names": cut(told, MAX_NAMES_BYTES_TOLD), "producers": len(listed)} if listed else {}

@@ -73,7 +73,7 @@ def connection_age() -> tuple[tuple[str, int], ...]:
 
 
 def of_certificates(certificates: Iterable[x509.Certificate]) -> Validity:
-    """Return the validity of the certificate that expires first. There must be at least one certificate."""
+    """Return the validity of the certificate that expires first. The list must contain at least one certificate."""
     return soonest(
         Validity(one.not_valid_before_utc.timestamp(), one.not_valid_after_utc.timestamp()) for one in certificates
     )
@@ -108,7 +108,7 @@ class Certificates:
         return news
 
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
-        """Check a connection, given its `auth_context` of gRPC.
+        """Check a connection. `peer` is the `auth_context` that gRPC has for the connection.
 
         Raises UNAUTHENTICATED if the client's certificate expired before the connection can have begun. Without this
         check, a resumed TLS session would be valid for months.
@@ -124,9 +124,9 @@ class Certificates:
 
 
 def name_in(peer: Mapping[str, Iterable[bytes]]) -> str:
-    """Return the subject of a connection's certificate, given its `auth_context` of gRPC.
+    """Return the subject of a connection's certificate. `peer` is the `auth_context` that gRPC has for the connection.
 
-    This is its only URI, as in SPIFFE, or else its first DNS name. Raises UNAUTHENTICATED."""
+    The subject is the certificate's only URI, as in SPIFFE, or otherwise its first DNS name. Raises UNAUTHENTICATED."""
     uris, names = list(peer.get("peer_uri", ())), list(peer.get("peer_dns", ()))
     if len(uris) > 1:
         raise error("UNAUTHENTICATED", "the client's certificate has several URIs, so it does not name one client")
@@ -257,7 +257,7 @@ class _Lists:
 
 
 class Revoked:
-    """The certificates in the present lists. `on_change` is called when they change."""
+    """The revoked certificates in the present revocation lists. `on_change` is called when the lists change."""
 
     def __init__(self, lists: Path, authorities: Path, on_change: Callable[[], None]) -> None:
         """Read the files. Raises INVALID_CONFIGURATION."""
@@ -267,7 +267,7 @@ class Revoked:
         )
 
     def check(self, peer: Mapping[str, Iterable[bytes]]) -> None:
-        """Check a connection, given its `auth_context` of gRPC.
+        """Check a connection. `peer` is the `auth_context` that gRPC has for the connection.
 
         Raises UNAUTHENTICATED if the client's certificate, or another certificate that the client has presented, was
         revoked. One of the presented certificates leads to an authority in the file, as TLS has verified.
@@ -281,7 +281,7 @@ class Revoked:
         except ValueError as e:
             raise error("UNAUTHENTICATED", f"the client's certificate cannot be read: {e}") from e
         if is_revoked:
-            why = "the client's certificate, or one between it and its authority, was revoked"
+            why = "the client's certificate, or a certificate between it and its authority, was revoked"
             raise error("UNAUTHENTICATED", why, subject=name_in(peer), kind="certificate")
 
 
@@ -313,7 +313,7 @@ def _has_issued(authority: x509.Certificate, one: x509.Certificate) -> bool:
 
 
 def _read_lists(lists: Path, authorities: Path) -> _Lists:
-    """Return the contents of the lists.
+    """Return the contents of the revocation lists.
 
     Raises INVALID_CONFIGURATION for a list that is out of date, or that no authority of the file has signed."""
     known = certificates_in(authorities, bytes_of(authorities))
@@ -455,7 +455,7 @@ class Authentication:
         if self._certificates is not None and self._certificates.takes_clients:
             self._certificates.check(context.auth_context())
         if self._revoked is not None:
-            # An open connection stays open after a revocation, and a caller may show a token over it.
+            # An open connection stays open after a revocation, and a caller may present a token over this connection.
             self._revoked.check(context.auth_context())
         if (token := _token_in(context)) is not None:
             subject = self._by_token(self._token, token, address)
@@ -471,7 +471,8 @@ class Authentication:
         return is_wanted and "x509_pem_cert" in context.auth_context()
 
     def of_token(self, token: bytes | None, address: str) -> Subject:
-        """Return the subject of a token that is not shown in a gRPC call. Raises the same errors as a call."""
+        """Return the subject of a token that was presented outside of gRPC, such as to a web page. Raises the same
+        errors as a gRPC call."""
         if self._token is None:
             return Subject(ANONYMOUS, "nobody", None, address)
         if token is None:
@@ -491,8 +492,8 @@ class Authentication:
         return Subject(claims.subject, "jwt", claims.expires_at_seconds, address)
 
     def credentials(self) -> list[Credential]:
-        """Return everything that expires: the sidecar's certificate, the authorities of clients, the revocation lists,
-        and callers' tokens. May be called from any thread."""
+        """Return all credentials that can expire: the sidecar's certificate, the authorities of clients, the revocation
+        lists, and callers' tokens. May be called from any thread."""
         found: list[tuple[str, Validity | None]] = []
         if self._certificates is not None:
             loaded = self._certificates.watched.value
@@ -516,7 +517,7 @@ class Authentication:
         """Return a function that ends the streams of callers with this kind of credential."""
 
         def why(subject: Subject) -> SeqdedupeError | None:
-            return error("TOKEN_EXPIRED", "the sidecar accepts other tokens now") if subject.kind == kind else None
+            return error("TOKEN_EXPIRED", "the sidecar now accepts other tokens") if subject.kind == kind else None
 
         return lambda: self._end_streams(why)
 
@@ -536,7 +537,7 @@ def _check_name(subject: Subject) -> Subject:
 
 
 def _token_in(context: Context) -> bytes | None:
-    """Return the token that a call shows; None if it shows none. Raises UNAUTHENTICATED."""
+    """Return the token that a call presents; None if the call has no token. Raises UNAUTHENTICATED."""
     shown = [value for name, value in context.invocation_metadata() or () if name == AUTHORIZATION]
     if not shown:
         return None

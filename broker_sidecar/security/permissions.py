@@ -53,7 +53,8 @@ class On(Enum):
 
 
 class Effect(Enum):
-    """The widest effect of a call. If a call affects more than a name, the caller needs a right on the whole object."""
+    """The widest effect of a call. If a call affects more than single producer names, the caller needs a right on the
+    whole object."""
 
     NOTHING = "nothing"
     OWN_NAMES = "own producer names"
@@ -179,7 +180,7 @@ CALLS: dict[str, Need | Other] = {
 
 
 def _is_change(need: Need | Other) -> bool:
-    """Return whether the call needs more than a right to look, publish or read."""
+    """Return whether the call needs a right other than the rights to look, publish or read."""
     if isinstance(need, Other) or need.is_judged_by_handler:
         return False
     return {_CREATE, _ADMINISTER}.issuperset(need.actions)
@@ -208,7 +209,7 @@ _rule: ContextVar[str] = ContextVar("rule", default="")
 
 @dataclass(frozen=True, slots=True)
 class Denial:
-    """A denied action, and the rule that denies it. None: no rule allows it."""
+    """A denied action, and the rule that denies the action. If the rule is None, no rule allows the action."""
 
     subject: Subject
     action: str
@@ -325,7 +326,7 @@ class Permissions:
     def check_disk(self, topics: Topics[Topic]) -> None:
         """Raise SHARE_EXCEEDED if the logs of the caller's topics have more bytes than the caller's share.
 
-        The caller's topics are all topics that the caller might have created. They are counted at most once in
+        The caller's topics are all topics that the caller might have created. Their sizes are measured at most once in
         `DISK_SECONDS`.
         """
         use = self.shares.of(caller().name)
@@ -346,10 +347,10 @@ class Permissions:
     # -- producer names ----------------------------------------------------------------------------------------
 
     async def denied_names(self, topic: str, names: Sequence[str]) -> tuple[list[int], SeqdedupeError | None]:
-        """Return the places of those names under which the caller may not publish to the topic, and one error for all
-        of them.
+        """Find the names under which the caller may not publish to the topic. Return the places of these names, and one
+        error for all of them.
 
-        Other calls are served meanwhile, for any number of names and patterns. Raises INVALID_NAME for a name that no
+        Even with many names and patterns, this does not block other calls. Raises INVALID_NAME for a name that no
         producer can have, because denied names are reported and recorded.
         """
         subject = caller()
@@ -380,7 +381,8 @@ class Permissions:
             raise self.deny_names(subject, topic, [""])
 
     def allowing(self, topic: str, producers: Producers) -> Allowing | None:
-        """Return the producers of a topic under which the caller may publish; None if no rules apply to the caller."""
+        """Return an object that decides under which producer names of a topic the caller may publish; None if no rules
+        apply to the caller."""
         subject = caller()
         if subject.is_unrestricted:
             return None
@@ -395,7 +397,7 @@ class Permissions:
     ) -> None:
         """Raise SHARE_EXCEEDED if the topic would know too many names, including the new names in `names`.
 
-        With `are_all_its`, all names of the topic belong to the caller, independent of the rules for publishing.
+        With `are_all_its`, all names of the topic count as the caller's, independent of the rules for publishing.
         """
         use = self.shares.of(caller().name)
         if use.limits.producer_names is None and self.shares.in_all.limits.producer_names is None:
@@ -437,7 +439,7 @@ class Permissions:
             raise self._denied(subject, (Action.READ,), topic, decision.rule, cursor=name)
 
     def check_new_cursor(self, topic: str, there: Sequence[str]) -> None:
-        """Raise SHARE_EXCEEDED if the caller would have too many cursors with one more. `there`: the topic's
+        """Raise SHARE_EXCEEDED if the caller would have too many cursors with one more. `there` contains the topic's
         cursors."""
         subject = caller()
         use = self.shares.of(subject.name)
@@ -453,7 +455,7 @@ class Permissions:
         return self._rules.on(subject, Action.PUBLISH, topic).are_allowed
 
     def deny_names(self, subject: Subject, topic: str, names: list[str]) -> SeqdedupeError:
-        """Return the error for these names. It names the first ones."""
+        """Return the error for these names. The error contains the first of the names."""
         rule = self._rules.decide(subject.name, Action.PUBLISH, topic, names[0]).rule
         return self._denied(subject, (Action.PUBLISH,), topic, rule, names)
 

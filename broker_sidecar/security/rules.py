@@ -79,7 +79,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleDecision:
-    """Whether the action is allowed, and the deciding rule. None: no rule allows it."""
+    """Whether the action is allowed, and the deciding rule. If the rule is None, no rule allows the action."""
 
     is_allowed: bool
     rule: Rule | None
@@ -108,14 +108,15 @@ class Granted:
         return RuleDecision(False, None)
 
     def under_any(self) -> RuleDecision:
-        """Decide for at least one name. The name itself must be judged later."""
+        """Decide whether the action is allowed for at least one producer name or cursor. The caller must later judge
+        the actual name."""
         for rule, _ in self._rules:
             if not rule.denies or rule.is_of_all_names(self._action):
                 return RuleDecision(not rule.denies, rule)
         return RuleDecision(False, None)
 
     def are_allowed(self, raw: Bytes, spans: Int64s2) -> Uint8s:
-        """Return 1 for each allowed name, 0 for the others. `spans` are the places of the names in `raw`."""
+        """Return 1 for each allowed name and 0 for each other name. `spans` are the places of the names in `raw`."""
         if self._is_denied or self._are_all_allowed:
             return np.full(len(spans), not self._is_denied, np.uint8)
         denied, allowed = np.zeros(len(spans), np.uint8), np.zeros(len(spans), np.uint8)
@@ -135,7 +136,8 @@ class Rules:
         self._granted: dict[tuple[str, Action, str], Granted] = {}
 
     def on(self, subject: str, action: Action, topic: str) -> Granted:
-        """Return the rules for a topic, given by its full name and judged under the names of `_judged_as`."""
+        """Return the rules for a topic. `topic` is a full name. Rules apply to all names that `_judged_as` returns for
+        it."""
         key = subject, action, topic
         if (granted := self._granted.get(key)) is None:
             if len(self._granted) >= MAX_REMEMBERED:
@@ -149,12 +151,14 @@ class Rules:
         return granted
 
     def decide(self, subject: str, action: Action, topic: str, name: str | None = None) -> RuleDecision:
-        """Decide for this producer name, or this cursor; None: for at least one name."""
+        """Decide for this producer name, or for this cursor. If the name is None, decide whether the action is allowed
+        for at least one name."""
         granted = self.on(subject, action, topic)
         return granted.under_any() if name is None else granted.under(name.encode())
 
     def may_have_created(self, subject: str, topics: Sequence[str]) -> NDArray[np.bool_]:
-        """Return for each of these topics (full names) whether the subject may create it, alone or as a partition."""
+        """Return, for each of these topics (full names), whether the subject may create the topic, alone or as a
+        partition."""
         denied, allowed = np.zeros(len(topics), np.uint8), np.zeros(len(topics), np.uint8)
         for names in (topics, [whole_of(topic) or topic for topic in topics]):
             raw, spans = joined([name.encode() for name in names])
@@ -180,7 +184,8 @@ class Rules:
         return RuleDecision(False, None)
 
     def _decide_all(self, subject: str, action: Action, sample: bytes, prefix: bytes) -> RuleDecision:
-        """Decide for a set of topics. A pattern that matches `sample` matches all of them; all begin with `prefix`."""
+        """Decide for all topics of a set together. The names of these topics begin with `prefix`. A pattern that
+        matches `sample` matches all of these topics."""
         for rule in self._about(subject, action):
             if rule.denies:
                 # One denied topic is enough. The beginning of the pattern shows whether there can be one.
@@ -201,7 +206,7 @@ class Rules:
 
 
 def _judged_as(topic: str, action: Action, denies: bool) -> tuple[str, ...]:
-    """Return the names under which a rule may match a topic. A partition is judged as its partitioned topic.
+    """Return the names under which a rule may match a topic. For a partition, rules for its partitioned topic apply.
 
     A separate topic can have a partition's name too. Only a rule that matches exactly this name allows its creation.
     Otherwise a caller with permission to create one topic could create any number of topics. A rule that denies the
@@ -275,7 +280,7 @@ def read_rules(path: Path) -> RulesFile:
     except _Wrong as e:
         what = f"the rules file {path} is not valid: {e}"
         raise error(
-            "INVALID_CONFIGURATION", what, hint="docs/reference/rules.md has all keys.", key="rules_file"
+            "INVALID_CONFIGURATION", what, hint="docs/reference/rules.md lists all keys.", key="rules_file"
         ) from e
 
 
@@ -289,7 +294,8 @@ def _read(tables: Mapping[str, Any], lines: Sequence[str]) -> RulesFile:
 
 
 def _each(tables: Mapping[str, Any], kind: str, lines: Sequence[str]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the tables of a kind, each with its place. The place is its name if it has none."""
+    """Yield the tables of a kind, each table with its place in the file. If a table has no name, its place serves as
+    the name."""
     found = tables.get(kind, [])
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
         raise _Wrong(f"{kind} should be tables: write [[{kind}]] above each")

@@ -24,8 +24,8 @@ def peer_at(host: str, port: int) -> str:
 
 
 def host_of(address: str) -> str:
-    """Return a peer's address in gRPC's form without its port, so that all connections of a client have the same
-    one."""
+    """Return a peer's address in gRPC's form, without the port. So all connections of a client have the same
+    address."""
     return address.rpartition(":")[0] if address.startswith("ipv") else address.partition(":")[0]
 
 
@@ -59,7 +59,8 @@ class Subject:
 
     @property
     def is_unrestricted(self) -> bool:
-        """Whether no rules apply to the caller: to the operator, and to every caller if authentication is disabled."""
+        """Whether no rules apply to the caller. No rules apply to the operator. If authentication is disabled, no rules
+        apply to any caller."""
         return self.kind == "token" or (self.kind == "nobody" and self.name == ANONYMOUS)
 
 

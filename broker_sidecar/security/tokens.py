@@ -1,7 +1,7 @@
-"""The tokens that callers show: the data directory's own token, and tokens with a trusted signature.
+"""The tokens that callers present: the data directory's own token, and tokens with a trusted signature.
 
-`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers the invalid ones. `OwnToken` is the token in the
-file that `make` writes. `Authentication` uses both.
+`SignedTokens` checks JSON Web Tokens, and `RefusedTokens` remembers invalid tokens. `OwnToken` is the token in the file
+that `make` writes. `Authentication` uses both.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ tokens that are still sent."""
 
 
 class Validity(NamedTuple):
-    """The beginning and end of a validity, in Unix time. The beginning is `-inf` if it is unknown."""
+    """The period in which a credential is valid: beginning and end, in Unix time. An unknown beginning is `-inf`."""
 
     starts_seconds: float
     ends_seconds: float
@@ -82,7 +82,7 @@ class _Refusal(NamedTuple):
 
 
 class RefusedTokens:
-    """The refusals by host and digest of the token. The memory is limited."""
+    """The refusals of tokens, by host and digest of the token. The memory for these refusals is limited."""
 
     def __init__(self) -> None:
         self._of_hosts: OrderedDict[str, OrderedDict[bytes, _Refusal]] = OrderedDict()
@@ -191,7 +191,7 @@ def read_keys(path: Path) -> Keys:
 
 
 def _public_key(key: dict[str, Any]) -> PublicKey:
-    """Return the key. Raises ValueError with the reason if it is invalid; TypeError, KeyError, PyJWTError."""
+    """Return the key. Raises ValueError with the reason if the key is invalid; TypeError, KeyError, PyJWTError."""
     if "d" in key:
         raise ValueError("one of the keys is private: everybody who can read the file can make tokens")
     algorithm = ALGORITHMS.get((key["kty"], key.get("crv")))
@@ -346,8 +346,8 @@ def path_of(data_directory: Path) -> Path:
 
 
 def make(data_directory: Path) -> Path:
-    """Create the token if there is none. When this returns, the token is complete and durable. Return its file. Raises
-    OSError."""
+    """Create the token if it does not exist, and return the path of the token's file. When this returns, the token is
+    complete and durable. Raises OSError."""
     path = path_of(data_directory)
     if not os.path.lexists(path):
         new = path.with_name(f"{TOKEN_FILE}.{secrets.token_hex(4)}.new")
@@ -364,7 +364,7 @@ def make(data_directory: Path) -> Path:
 
 
 def tell(data_directory: Path, log_format: str) -> None:
-    """Tell people how clients get the token: print a shell command on a terminal or in text logs, otherwise write a log
+    """Report how clients get the token. On a terminal or with text logs, print a shell command. Otherwise write a log
     entry."""
     line = f"export SEQDEDUPE_TOKEN_FILE={shlex.quote(str(path_of(data_directory).absolute()))}"
     if log_format == "text" or sys.stderr.isatty():
@@ -398,7 +398,8 @@ def _unusable_file(path: Path, why: str, hint: str) -> SeqdedupeError:
 
 
 class OwnToken:
-    """The present token, and the previous one. Clients with the previous token must read the file again."""
+    """The present token and the previous token of the data directory. Clients with the previous token must read the
+    token file again."""
 
     def __init__(self, path: Path, on_change: Callable[[], None]) -> None:
         """Read the file. Raises INVALID_CONFIGURATION."""
@@ -414,7 +415,7 @@ class OwnToken:
         return token
 
     def is_shown(self, token: bytes) -> bool:
-        """Return whether this is the token. Raises TOKEN_EXPIRED if it is the previous one."""
+        """Return whether this is the present token. Raises TOKEN_EXPIRED if this is the previous token."""
         if hmac.compare_digest(token, self._now):
             return True
         # A client that has just read the file may be the first to show that it has changed.

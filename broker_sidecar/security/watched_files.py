@@ -43,8 +43,8 @@ class Watched(Generic[T]):
         self.value = load()
 
     def look(self, *, at_once: bool = False) -> None:
-        """Load the files if they changed before the previous look. With `at_once`, load them if they have changed by
-        now."""
+        """Load the files if they changed before the previous call of `look`, and so are likely complete. With
+        `at_once`, load the files if they have changed by now."""
         signature = self._signature()
         if signature == self._tried:
             self._remind()
@@ -79,7 +79,7 @@ class Watched(Generic[T]):
 
 
 def _signature_of(path: Path) -> tuple[int, ...] | None:
-    """Return a value that differs as soon as the file is replaced or changed; None if there is no file."""
+    """Return a value that changes as soon as the file is replaced or changed; None if the file does not exist."""
     try:
         found = os.stat(path)
     except OSError:

@@ -45,7 +45,7 @@ from seqdedupe.limits import MAX_BATCH_BYTES, MAX_BATCH_ROWS
 from seqdedupe.log.contract import Layout
 from seqdedupe.names import namespace_name, producer_name, to_text, topic_name
 from seqdedupe.store.parts import LogKind
-from seqdedupe.topic import directory, operations
+from seqdedupe.topic import directory, listing, operations
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.directory import Topics, delete, find, look_for
 from seqdedupe.topic.policy import DeduplicationRoute, Policy
@@ -66,7 +66,7 @@ CREATION_SECONDS = 20.0
 
 
 class AdminService:
-    """All handlers of AdminService: its own, and those of the groups."""
+    """All handlers of AdminService: the handlers in this file, and the handlers of the other groups."""
 
     def __init__(self, config: Config, data: Data, streams: Streams, guard: Guard, statistics: Statistics) -> None:
         self._topics = data.all_topics
@@ -121,7 +121,7 @@ class AdminService:
         if request.take_over:
             there = list(self._topics.registry.names())
             check = partial(self._permissions.check_creates, topic_name(name), there)
-            await in_time(name, directory.take_over(topics, name, layout, check))
+            await in_time(name, listing.take_over(topics, name, layout, check))
         elif request.partitions:
             await in_time(name, directory.create_partitioned(topics, name, request.partitions, policy, layout))
         else:
@@ -347,8 +347,8 @@ class ClusterCalls:
             raise error(
                 "INVALID_REQUEST",
                 "this call is only for sidecars in front of a Pulsar cluster (log = 'pulsar')",
-                hint="This sidecar has all of its topics itself: there is nothing to list, forget or take. With log = "
-                "'broker', or with shards, a topic stays where it is.",
+                hint="All topics of this sidecar are its own: there is nothing to list, forget or take. With log = "
+                "'broker', or with shards, a topic cannot move to another sidecar.",
             )
         return self._known_cluster
 
@@ -408,9 +408,8 @@ PAGE_PRODUCERS = 1_000
 
 
 class ProducerCalls:
-    """The handlers. Calls about messages need a topic on the sidecar's own log. Calls about producers work for all
-    topics.
-    """
+    """The handlers of the calls about producers and messages. Calls about messages need a topic on the sidecar's own
+    log. Calls about producers work for all topics."""
 
     def __init__(self, data: Data, streams: Streams, permissions: Permissions) -> None:
         self._streams = streams
@@ -433,7 +432,7 @@ class ProducerCalls:
         }
 
     async def _owned(self, name: str) -> Any:
-        """Return the topic, for answers about its producers.
+        """Return the topic for a call about the topic's producers.
 
         Raises TOPIC_NOT_FOUND. Raises NOT_OWNER if the topic is on another sidecar, because the state in this sidecar
         may be outdated.
@@ -469,7 +468,7 @@ class ProducerCalls:
         if self._topics is None:
             raise error(
                 "INVALID_REQUEST",
-                "this call needs a log that the sidecar writes, and here a broker has the logs",
+                "this call needs a log that the sidecar writes, but here a broker has the logs",
                 hint="Ask the broker, because only the broker has the messages.",
             )
         return self._topics
@@ -555,7 +554,8 @@ class ProducerPages:
         self._numberings: WeakKeyDictionary[Producers, int] = WeakKeyDictionary()
 
     def page(self, producers: Producers, place: int, count: int) -> tuple[Page, int]:
-        """Return at most `count` names from a place on (0: the first name), and the next place; 0 at the end.
+        """Return at most `count` names from a place on, and the place of the next page. The place 0 is the first name.
+        At the end, the next place is 0.
 
         Names of forgotten producers are omitted. If the place belongs to an earlier numbering, the pages restart at the
         first name, so that no name is missed. Raises INVALID_REQUEST.

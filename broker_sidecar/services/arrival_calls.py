@@ -1,7 +1,7 @@
 """The arrival of a topic from another sidecar: the calls ReceiveTopic and SettleMove.
 
-Begin with `ArrivalCalls`. `Coming` is an arriving topic. In the end it is a topic of this sidecar, or it is removed
-without a trace.
+Begin with `ArrivalCalls`. `Coming` is an arriving topic. An arrival ends in one of two ways: the topic becomes a topic
+of this sidecar, or all its data is removed.
 
 The log is written next to the sidecar's own logs, into a folder that a start of the sidecar does not open. The snapshot
 is written into the store, under an incarnation that belongs to no topic of this sidecar. The snapshot is read before
@@ -54,10 +54,10 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class Coming:
-    """An arriving topic. One thread does all its writes in order, even if the caller no longer waits.
+    """An arriving topic. One thread makes all writes for the topic in order, even if the caller no longer waits.
 
-    coming ── all of it is here, and no sidecar asked for its outcome ──> taken: its record says so
-       └── anything else ──> dropped: nothing is left of it
+    coming ── all data is here, and no sidecar has asked for the outcome ──> taken: the record says so
+       └── anything else ──> dropped: no data is left
     """
 
     record: TopicRecord
@@ -88,8 +88,8 @@ class Coming:
         return self.stored
 
     def end(self, topics: Topics[Topic]) -> None:
-        """Remove all data of the arriving topic, now or after the next start, unless it is a topic of this sidecar by
-        now."""
+        """Remove all data of the arriving topic, now or after the next start, unless the topic now belongs to this
+        sidecar."""
         if topics.is_draining:
             self._thread.shutdown(wait=False)
         else:
@@ -268,8 +268,8 @@ class ArrivalCalls:
         if request.is_known:
             await asyncio.to_thread(log_folder.is_known, folder, request.receiver.hex())
         elif has_moved:
-            # A sidecar does not forward a topic until the sender has recorded that the topic arrived. So this topic
-            # was here before, and did not come back.
+            # A sidecar does not forward a topic until the sender has recorded that the topic arrived. So this topic was
+            # here before, and was not moved back.
             return admin_pb2.SettleMoveResponse()
         elif log_folder.leaving_to(folder) is not None:
             raise error(
@@ -296,8 +296,10 @@ async def _next(stream: Stream) -> admin_pb2.ReceiveTopicRequest:
 
 
 async def _keep_from_who_had_it(topics: Topics[Topic], record: TopicRecord) -> None:
-    """Make a pending removal of this moved topic's remains ineffective, because the topic comes back."""
-    # A topic that was not used since the start is looked at now, so that its record shows where it went.
+    """Cancel a pending removal of this topic's remains. The topic was moved away earlier, and is now being moved
+    back."""
+    # A topic that was not used since the start is examined now, so that its record shows the sidecar to which the topic
+    # was moved.
     await topics.waiting.use(record.name)
     async with topics.registry.locked(record.name) as entry:
         if entry.record is not None and entry.record.incarnation == record.incarnation:
@@ -338,7 +340,8 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
 
             async def put() -> None:
                 if former:
-                    # Remove the note of where the topic went. Its record is another object by now.
+                    # Remove the stored address of the sidecar to which the topic was moved. The topic's record is
+                    # another object by now.
                     await topics.kind.delete(coming.record.incarnation)
                 await coming.run(coming.arrival.finish, coming.receiver.hex())
 
@@ -352,7 +355,7 @@ async def _take(topics: Topics[Topic], coming: Coming, stored: RestoredState, ne
 async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
     """Forget a topic of this name that moved away and of which only the new address is stored.
 
-    Return whether it had the same incarnation. If so, the stored address must still be removed.
+    Return whether the forgotten topic had the same incarnation. In this case, the stored address must still be removed.
     """
     former = topics.registry.record(record.name)
     if former is None:
@@ -367,7 +370,9 @@ async def _forgotten(topics: Topics[Topic], record: TopicRecord) -> bool:
 async def _remove(topics: Topics[Topic], former: TopicRecord) -> None:
     """Remove the rest of a moved topic that is no longer among the records.
 
-    Raises the reason if this fails now. It is tried again later, and its incarnation stays in use until then."""
+    Raises the reason if the removal fails now. The removal is tried again later, and the topic's incarnation stays in
+    use until then.
+    """
     try:
         await topics.stored.remove(replace(former, state=TopicState.DELETING))
     except SeqdedupeError:

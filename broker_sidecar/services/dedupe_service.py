@@ -1,4 +1,4 @@
-"""DedupeService: attachments of a broker with its own log to its topics, one stream for each attachment."""
+"""DedupeService: a broker with its own log attaches its topics to the sidecar. Each attachment is one stream."""
 
 import asyncio
 import secrets
@@ -13,7 +13,6 @@ from broker_sidecar.rpc import Context, field_tags, parse_columns, refusals, una
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.security.rules import Action
 from broker_sidecar.streams import Stream, Streams, unasked
-from seqdedupe import wire
 from seqdedupe.batch import INT32, INT64, Binary, binary, column_of_names, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.names import topic_name, whole_of
@@ -21,8 +20,13 @@ from seqdedupe.topic.attached import ADMISSION_BYTES, CHECK_BYTES, AttachedTopic
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.sessions import NAMES_A_STEP
 from seqdedupe.v1 import dedupe_pb2
+from seqdedupe.wire import alias
 
 # -- The messages of `DedupeService.Attach` as bytes: the steps of a broker, and their columns.
+
+_AttachResponse = alias(dedupe_pb2.AttachResponse)
+_Attached = alias(dedupe_pb2.Attached)
+_End = alias(dedupe_pb2.End)
 
 MAX_CHECKS = 256
 """The most checks in one message."""
@@ -39,7 +43,7 @@ def parse_steps(data: bytes) -> Any:
     if len(data) > SMALL_BYTES:
         # 16 MiB can hold millions of empty checks, and parsed they take half a gigabyte.
         deque(field_tags(data, "an AttachRequest", MAX_FIELDS), 0)
-    request = parse_columns(wire.AttachRequest, dedupe_pb2.AttachRequest, data)
+    request = parse_columns(dedupe_pb2.AttachRequest, data)
     if len(request.checks) > MAX_CHECKS:
         raise error("INVALID_REQUEST", f"a message has more than {MAX_CHECKS} checks")
     return request
@@ -102,7 +106,8 @@ class DedupeService:
         if not request.HasField("begin") or len(request.ListFields()) > 1:
             raise error("INVALID_REQUEST", "the first message must be begin, alone and without a token")
         topic = await self._topic_of(topic_name(request.begin.topic))
-        # It holds the topic, so it never gives way to another stream, even if nobody publishes.
+        # The stream holds the topic, so the stream is never ended to make room for another stream, even if no client
+        # publishes.
         stream.frames_in_flight += 1
         hold = _Hold(topic, stream, self._permissions)
         try:
@@ -115,7 +120,7 @@ class DedupeService:
 
     async def _topic_of(self, name: str) -> AttachedTopic:
         """Return the topic to attach. If it does not exist, create it."""
-        # Its replay and reports are the truth of the whole topic, for all producer names in them.
+        # The broker's replay and reports determine the state of the whole topic, for all producer names in them.
         self._permissions.check_topic(Action.ATTACH, name)
         await self._topics.waiting.use(name)
         if not self._topics.is_there(name):
@@ -126,10 +131,10 @@ class DedupeService:
 
 
 class _Hold:
-    """One attachment, as the messages of its stream.
+    """Serves one attachment: reads and writes the messages of the attachment's stream.
 
-    Only one task writes. The end of the attachment cancels only the other task. So no message is cut off, and the end
-    is the last message.
+    Only one task writes to the stream. The end of the attachment cancels only the other task. So no message is cut off,
+    and the last message reports the end.
     """
 
     def __init__(self, topic: AttachedTopic, stream: Stream, permissions: Permissions) -> None:
@@ -149,7 +154,7 @@ class _Hold:
         self._writer = unasked(self._send_all())
 
     async def serve(self) -> None:
-        """Answer the broker's messages until the broker ends its side of the stream. If the attachment ends before,
+        """Answer the broker's messages until the broker ends its side of the stream. If the attachment ends earlier,
         raise the reason."""
         try:
             with self._stream.ending():
@@ -162,8 +167,8 @@ class _Hold:
 
     async def _answer_all(self) -> None:
         topic, attachment = self._topic, self._attachment
-        attached = wire.Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
-        self._say(wire.AttachResponse(attached=attached))
+        attached = _Attached(token=self._token, replay_after=attachment.position, incarnation=topic.incarnation)
+        self._say(_AttachResponse(attached=attached))
         while (data := await self._stream.read()) is not grpc.aio.EOF:
             if self._unsent_bytes > MAX_UNSENT_BYTES:
                 self._has_room.clear()
@@ -173,7 +178,7 @@ class _Hold:
                 raise error("NOT_ATTACHED", "the token is not that of this attachment")
             if request.HasField("begin"):
                 raise error("INVALID_REQUEST", "begin may be sent only once, in the first message")
-            answer = wire.AttachResponse()
+            answer = _AttachResponse()
             await self._change(request, answer)
             for check in request.checks:
                 self._check(check, answer)
@@ -201,7 +206,7 @@ class _Hold:
             attachment.reset()
 
     async def _register(self, register: Any) -> None:
-        """Register the names, some in each step of the event loop. Invalid names raise an error before the first one is
+        """Register the names, some in each step of the event loop. Invalid names raise an error before any name is
         registered."""
         topic, handle, column = self._topic, register.first_handle, column_of_names(register)
         starts = range(0, len(column.offsets) - 1, NAMES_A_STEP)
@@ -277,7 +282,7 @@ class _Hold:
                 await self._news.wait()
             self._news.clear()
             self._told_trim_position = self._topic.trim_position
-            trim = wire.AttachResponse(trim_position=self._told_trim_position)
+            trim = _AttachResponse(trim_position=self._told_trim_position)
             # Concatenated messages are one message.
             data = b"".join((*self._unsent, trim.SerializeToString()))
             self._unsent.clear()
@@ -287,10 +292,10 @@ class _Hold:
                 await self._stream.write(data)
 
     async def tell_end(self, why: SeqdedupeError) -> None:
-        """Send the reason of the end, if the client reads. A client that is writing would lose the reason in the
-        status."""
-        end = wire.End(reason=why.reason, message=why.message, retry_delay_ms=why.retry_delay_ms)
-        self._say(wire.AttachResponse(end=end))
+        """If the client reads, send the reason why the attachment ended as a message. A client that is writing would
+        lose a reason that is only in the status."""
+        end = _End(reason=why.reason, message=why.message, retry_delay_ms=why.retry_delay_ms)
+        self._say(_AttachResponse(end=end))
         self._has_ended = True
         await asyncio.wait({self._writer}, timeout=END_SECONDS)
 

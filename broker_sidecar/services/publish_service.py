@@ -65,7 +65,8 @@ def parse_publish(data: bytes) -> tuple[str, bytes]:
 
 
 def parse_frames(data: bytes) -> tuple[str, list[tuple[int, bytes]]]:
-    """Return topic and frames (number, batch) of a message of the stream. Raises MALFORMED_MESSAGE, INVALID_REQUEST."""
+    """Parse a message of the stream. Return the topic and the frames (number, batch). Raises MALFORMED_MESSAGE,
+    INVALID_REQUEST."""
     frames: list[tuple[int, bytes]] = []
     at = 0
     # The usual layout of all messages but a stream's first: frames, each with its number and then its batch. This loop
@@ -100,9 +101,9 @@ def takes_early_receipts(data: bytes) -> bool:
 
 
 def _check_number_of_fields(data: bytes) -> None:
-    """Raise INVALID_REQUEST if there are too many frames or fields to make objects of them; MALFORMED_MESSAGE.
+    """Raise INVALID_REQUEST if the message has too many frames or fields to parse; MALFORMED_MESSAGE.
 
-    16 MiB can hold millions of empty frames, and parsed they take a gigabyte.
+    A message of 16 MiB can contain millions of empty frames, which would need a gigabyte when parsed.
     """
     frames = 0
     for tag in field_tags(data, "a PublishStreamRequest", MAX_FIELDS):
@@ -223,7 +224,7 @@ class _FrameStream:
     5. The topic answers at once or when the frame is stored. The answer takes over the frame's room, and is sent
        (`send_all`).
 
-    `is_early`: receipts may be sent before their rows are durable.
+    With `is_early`, receipts may be sent before their rows are durable.
     """
 
     def __init__(
@@ -259,7 +260,7 @@ class _FrameStream:
     async def take(self, frame: int, batch: bytes, behind_bytes: int = 0) -> None:
         """Admit a frame when there is room for it, in the same step of the event loop in which its lookup ends.
 
-        `behind_bytes` is the size of the frames behind it, which have been read too and wait.
+        `behind_bytes` is the size of the later frames that were also read and are waiting.
         """
         ids, looked_up, size = self.topic.ids, None, len(batch)
         while True:
@@ -397,8 +398,8 @@ class PublishService:
         2. Names under which the caller may not publish are removed and refused at their places. A caller whose disk
            share is full can open nothing, and can resume only names that are already in the log.
         3. The topic is found, or created.
-        4. Names that are new to the topic must fit the shares. Resuming makes names known too, because an epoch of
-           another name is also accepted.
+        4. Names that are new to the topic must fit the shares. Resumed names are counted too: Open accepts the epoch of
+           another name, so resuming can add names.
         5. The topic opens sessions for the remaining names. Many names are opened in parts, between which other callers
            may open names.
         6. The audit trail records which caller took over whose names, and the answer is created.
@@ -561,7 +562,7 @@ class PublishService:
 
 
 async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.OpenResponse:
-    """Return the answer to an Open. Other calls are served meanwhile, for any number of names."""
+    """Return the answer to an Open. Even with many names, this does not block other calls."""
     response = publish_pb2.OpenResponse(
         incarnation=topic.log.incarnation,
         term=topic.term,

@@ -122,7 +122,8 @@ class ReadService:
         await stream.write_reserved(answer)
 
     async def _page(self, topic: Topic, index: int, stop: int, stream: Stream, *, skip_damaged: bool) -> Page:
-        """Return a page for a call, without waiting for room. Raises QUEUE_FULL, SHARE_EXCEEDED."""
+        """Return a page for a unary call. Do not wait for memory: if too little memory is free, raise QUEUE_FULL or
+        SHARE_EXCEEDED."""
         size = next_page_bytes(stream.share)
         while True:
             stream.reserve_now(size, "readers hold all the memory for pages")
@@ -149,7 +150,8 @@ class ReadService:
         last_bytes = 0
 
         async def room(least_bytes: int) -> int:
-            """Reserve room before a page is read. A message is probably as large as the previous message."""
+            """Reserve memory before a page is read. The size is a guess: the next message is probably as large as the
+            previous message."""
             size = max(next_page_bytes(stream.share), last_bytes, least_bytes)
             return await stream.reserve(size, least_bytes or LEAST_PAGE_BYTES)
 
@@ -243,7 +245,7 @@ RECORD_BYTES = 256
 
 
 class Cursors:
-    """The handlers for cursors. `topics` are the topics on the sidecar's own log. None: the sidecar has no such
+    """The handlers for cursors. `topics` are the topics on the sidecar's own log, or None if the sidecar has no such
     topics."""
 
     def __init__(self, topics: Topics[Topic] | None, permissions: Permissions) -> None:
@@ -267,7 +269,7 @@ class Cursors:
 
     async def _topic(self, name: str) -> Topic:
         if self._topics is None:
-            what = "cursors are kept in the logs of topics, and here a broker has the logs"
+            what = "cursors are kept in the logs of topics, but here a broker has the logs"
             raise error("INVALID_REQUEST", what, hint="Store the position in the broker.")
         return await find(self._topics, name)
 
@@ -282,7 +284,7 @@ class Cursors:
     async def move(self, request: read_pb2.MoveCursorRequest) -> read_pb2.MoveCursorResponse:
         """Move a cursor. Raises SHARE_EXCEEDED and the errors of `operations.move_cursor`."""
         if not request.HasField("new"):
-            raise error("INVALID_REQUEST", "new is missing: the value that the cursor should keep")
+            raise error("INVALID_REQUEST", "new is missing: set the value that the cursor should store")
         expected = _kept(request.expected) if request.HasField("expected") else None
         await self._wait_for_turn(request)
         topic = await self._topic(request.topic)
@@ -294,8 +296,8 @@ class Cursors:
         return read_pb2.MoveCursorResponse()
 
     async def _wait_for_turn(self, request: read_pb2.MoveCursorRequest) -> None:
-        """Wait as the caller's shares require. Otherwise a caller with only the right to read could fill the topic's
-        log.
+        """Wait as long as the caller's share requires before a cursor moves. Without this limit, a caller with only the
+        right to read could fill the topic's log.
 
         Raises SHARE_EXCEEDED.
         """

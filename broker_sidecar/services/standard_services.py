@@ -1,7 +1,8 @@
 """The two standard services of gRPC: health and reflection.
 
-grpc.health.v1.Health reports the sidecar as a whole (no name), and each topic by its full or short name. A change of
-state never waits for its watchers. grpc.reflection.v1alpha: tools learn the schema from the sidecar.
+grpc.health.v1.Health reports the health of the whole sidecar (for the empty name), and of each topic (for the full or
+short name). A change of state never waits for its watchers. With grpc.reflection.v1alpha, tools read the schema from
+the sidecar.
 """
 
 import asyncio

@@ -83,7 +83,7 @@ _SUMMED = (
 
 
 def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | None], unused: int) -> admin_pb2.Topic:
-    """Return a partitioned topic as it is now. None is a missing partition."""
+    """Return a partitioned topic in its current state. None stands for a missing partition."""
     message = admin_pb2.Topic(
         name=whole,
         partitions=len(partitions),
@@ -116,7 +116,7 @@ def partitioned_to_proto(whole: str, partitions: Sequence[TopicBase | Closed | N
 
 
 def topic_to_proto(topic: TopicBase | Closed, partitions: int = 0) -> admin_pb2.Topic:
-    """Return a topic as it is now. `partitions` is from its record."""
+    """Return a topic in its current state. `partitions` comes from the topic's record."""
     message = _topic_to_proto(topic)
     if partitions:
         message.partition_of = whole_of(message.name) or ""
@@ -238,7 +238,7 @@ class Past:
     """The number of intervals since the last event."""
 
     def add(self, place: int, counts: Counts) -> None:
-        """Add the counts of a completed interval, in the place of the oldest one."""
+        """Add the counts of a completed interval. They replace the counts of the oldest interval."""
         gone = self.ring[:, place].tolist()
         self.last = tuple(min(count, _MOST) for count in counts)
         self.sums = tuple(s + n - g for s, n, g in zip(self.sums, self.last, gone, strict=True))

@@ -1,7 +1,7 @@
-"""The calls of AdminService that copy data out of a sidecar, and into one.
+"""The calls of AdminService that export data from a sidecar, import data into a sidecar, and make backups.
 
-`TransferCalls` has the calls for a topic's state, as streams of columns. `BackupCalls` has the call that makes a backup
-of all data of this process.
+`TransferCalls` contains the calls that stream a topic's state in columns. `BackupCalls` contains the call that makes a
+backup of all data of this process.
 """
 
 import asyncio
@@ -26,7 +26,6 @@ from broker_sidecar.rpc import Context, columns, parse, parse_small, unary
 from broker_sidecar.security.rules import Action
 from broker_sidecar.services.statistics import topic_to_proto
 from broker_sidecar.streams import Stream, Streams, messages
-from seqdedupe import wire
 from seqdedupe.batch import INT64, names_of, values
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.files import UNFINISHED
@@ -98,7 +97,7 @@ class TransferCalls:
             name: str | None = None
             reader = SnapshotReader()
             async for data in messages(stream):
-                request = columns(wire.ImportSnapshotRequest, admin_pb2.ImportSnapshotRequest, data)
+                request = columns(admin_pb2.ImportSnapshotRequest, data)
                 if name is None:
                     name = topic_name(request.topic)
                     self._permissions.check_topic(Action.ADMINISTER, name)
@@ -123,12 +122,12 @@ class TransferCalls:
         await stream.write(admin_pb2.ImportWatermarksResponse(producers=producers).SerializeToString())
 
     async def _imported(self, stream: Stream, ended: ExitStack) -> int:
-        """Read an import and carry it out. Return its number of producers."""
+        """Read an import from the stream, and carry it out. Return the number of imported producers."""
         importing: WatermarksImport[Any] | None = None
         topic: TopicBase | None = None
         producers = 0
         async for data in messages(stream):
-            request = columns(wire.ImportWatermarksRequest, admin_pb2.ImportWatermarksRequest, data)
+            request = columns(admin_pb2.ImportWatermarksRequest, data)
             if importing is None:
                 self._permissions.check_topic(Action.ADMINISTER, topic_name(request.topic))
                 topic = await find(self._topics, request.topic)
@@ -160,7 +159,7 @@ class TransferCalls:
         await stream.write(admin_pb2.ImportWindowResponse(ids=ids).SerializeToString())
 
     async def _imported_window(self, stream: Stream, ended: ExitStack) -> int:
-        """Read an import and carry it out. Return its number of IDs."""
+        """Read an import from the stream, and carry it out. Return the number of imported IDs."""
         importing: WindowImport | None = None
         name = ""
         async for data in messages(stream):
@@ -182,14 +181,16 @@ class TransferCalls:
 
 
 def _with_window(topic: TopicBase) -> Topic:
-    """Return the topic. Raises INVALID_REQUEST for a topic on a broker's own log."""
+    """Return the topic if this sidecar has the topic's log. Raises INVALID_REQUEST for a topic on a broker's own
+    log."""
     if not isinstance(topic, Topic):
         raise error("INVALID_REQUEST", f"topic {topic.name} accepts no deduplication IDs: a broker has its log")
     return topic
 
 
 def _check_has_producers(topic: TopicBase) -> None:
-    """Raise INVALID_REQUEST for a topic of deduplication IDs: such a file does not contain its window."""
+    """Raise INVALID_REQUEST for a topic of deduplication IDs, because such a file does not contain the topic's
+    window."""
     if topic.window is not None:
         why = f"topic {topic.name} has deduplication IDs: only a backup can export and import its state"
         raise error("INVALID_REQUEST", why, hint="Use `seqdedupe backup`.")
@@ -197,7 +198,7 @@ def _check_has_producers(topic: TopicBase) -> None:
 
 @contextmanager
 def _writing(stream: Stream) -> Iterator[None]:
-    """Keep the stream from giving way to another one while data is written."""
+    """Prevent that this stream is ended to make room for another stream while data is written."""
     stream.frames_in_flight += 1
     try:
         yield
@@ -207,10 +208,10 @@ def _writing(stream: Stream) -> Iterator[None]:
 
 @asynccontextmanager
 async def _read_to_its_end(stream: Stream) -> AsyncIterator[None]:
-    """After a refusal, read the client's messages until it ends or is silent, and raise the refusal then.
+    """After a refusal, read the client's messages until the client ends or is silent. Then raise the refusal.
 
     If the call ended while the client still writes, the client would see a broken call without the reason. A silent
-    client waits for the answer, and gets it.
+    client waits for the answer, and receives the reason.
     """
     try:
         yield
@@ -247,9 +248,10 @@ class _Moment(NamedTuple):
 
 
 async def back_up(data: Data, folder: Path, making: BackupMaker, others: list[Path], run: Run) -> int:
-    """Make a backup of the data directory in `folder`. Return its number of topics. `others` may be backups too.
+    """Make a backup of the data directory in `folder`. Return the number of topics. `others` are folders that may be
+    earlier backups.
 
-    Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and what `BackupMaker` raises.
+    Raises DRAINING, STORE_DAMAGED, STORE_UNAVAILABLE, and the errors of `BackupMaker`.
     """
     await run(making.begin, others)
     topics = data.all_topics
@@ -279,12 +281,12 @@ async def _settled_moment(data: Data, logs: EmbeddedLogs) -> _Moment:
 
 
 def _moment(data: Data, parts: dict[int, Sequence[DurablePart]]) -> _Moment:
-    """Return the data as of this call, which the event loop does not interrupt."""
+    """Return the data at the moment of this call. The call runs in one step of the event loop."""
     topics, store = data.all_topics, data.store
     if topics.is_draining:
         raise error("DRAINING", "the sidecar is shutting down")
     rows = store.scan(b"", b"\xff")
-    # From the first record on, the scan shows the store as it is now, even if the others are read later.
+    # From the first record on, the scan shows the store at this moment, even if the other records are read later.
     first = list(islice(rows, 1))
     moved = {one.record.incarnation for one in topics.registry.closed_topics() if data.has_moved(one.record)}
     active = [record for record in store.topics() if record.state is TopicState.ACTIVE]
@@ -380,7 +382,7 @@ class BackupCalls:
         await stream.write(answer.SerializeToString())
 
     async def _placed(self, name: str) -> tuple[Path, list[Path]]:
-        """Return the result of `_place`. It runs in a separate thread, because a remote disk may not answer."""
+        """Return the result of `_place`. `_place` runs in a separate thread, because a remote disk may not answer."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, self._place, name)
         except OSError as e:
@@ -400,7 +402,8 @@ class BackupCalls:
 
     @asynccontextmanager
     async def _making(self, to: Path) -> AsyncIterator[BackupMaker]:
-        """Yield a backup that is complete after the block, or removed. Raises BACKUP_FAILED."""
+        """Yield a backup that the block writes. After the block the backup is complete; after an error it is removed.
+        Raises BACKUP_FAILED."""
         making = BackupMaker(to)
         try:
             yield making
@@ -413,9 +416,8 @@ class BackupCalls:
             raise
 
     def _place(self, name: str) -> tuple[Path, list[Path]]:
-        """Return the place of a backup with this name, and the places of others. Raises INVALID_REQUEST,
-        DIRECTORY_NOT_EMPTY.
-        """
+        """Return the place of a backup with this name, and the places of other backups. Raises INVALID_REQUEST,
+        DIRECTORY_NOT_EMPTY."""
         folder = Path(self._backup_directory).absolute()
         if not self._backup_directory or not folder.is_dir():
             why = f"{folder} does not exist" if self._backup_directory else "backup_directory is not set"

@@ -17,9 +17,10 @@ from broker_sidecar.services.admin_service import ProducerCalls
 from broker_sidecar.services.statistics import INTERVAL_SECONDS, INTERVALS, Statistics
 from seqdedupe.command import printable
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
-from seqdedupe.figures import ORDERS, beyond_snapshot, counted, duration, merged, per_second, short, state_name
+from seqdedupe.figures import counted, duration, merged, per_second, short
 from seqdedupe.http_server import Request, Response, Route, on_loop
 from seqdedupe.names import topic_name
+from seqdedupe.topic_facts import ORDERS, beyond_snapshot, state_name
 from seqdedupe.v1 import admin_pb2
 
 # -- HTML and SVG elements. Only this section turns text into markup. It escapes all text.
@@ -113,7 +114,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 def link_to(path: str, **query: Any) -> str:
-    """Return a path with a query. Values that are empty or 0 are omitted."""
+    """Return a path with a query string. Values that are empty or 0 are omitted."""
     asked = urlencode({key: value for key, value in query.items() if value})
     return f"{path}?{asked}" if asked else path
 
@@ -216,7 +217,12 @@ def overview(found: admin_pb2.GetStatisticsResponse, address: str, *, search: st
         tiles(found.activity, found.interval_ms),
         section(
             "Topics",
-            tag("div", _search(search, order), _orders(order, search), class_="tools"),
+            tag(
+                "div",
+                search_form("/", "q", search, "Topic name", {"order": order}),
+                _orders(order, search),
+                class_="tools",
+            ),
             _topics(found),
             _pages(found, asked),
         ),
@@ -264,13 +270,15 @@ def _bytes(activity: admin_pb2.Activity, interval_ms: int) -> str:
     return f"{short(per_second(activity.stored_bytes, interval_ms))}B/s"
 
 
-def _search(search: str, order: str) -> Markup:
+def search_form(path: str, name: str, value: str, label: str, kept: Mapping[str, str]) -> Markup:
+    """Return a form that requests `path` with the text that the visitor enters. The request also contains the values
+    `kept`."""
     return tag(
         "form",
-        tag("input", type="search", name="q", value=search, placeholder="Topic name", aria_label="Topic name"),
-        tag("input", type="hidden", name="order", value=order),
+        tag("input", type="search", name=name, value=value, placeholder=label, aria_label=label),
+        *(tag("input", type="hidden", name=other, value=text) for other, text in kept.items()),
         tag("button", "Search"),
-        action="/",
+        action=path,
         role="search",
     )
 
@@ -431,9 +439,9 @@ def topic_page(
 ) -> Response:
     """Return the HTML page about the single topic in `found`.
 
-    `producers` is one page of the list of the topic's producers; `is_first` tells whether this is the first page of the
-    list. If the producers cannot be shown, `producers` is the reason as text. `wanted` is the producer name that the
-    visitor searched for.
+    `producers` is one page of the list of the topic's producers; `is_first` is true for the first page of the list. If
+    the producers cannot be shown, `producers` is the reason as text. `wanted` is the producer name that the visitor
+    searched for.
     """
     [one] = found.topics
     return page(
@@ -446,7 +454,7 @@ def topic_page(
         section("Log", _facts(one)),
         section(
             "Producers",
-            _producer_search(one.topic.name, wanted),
+            search_form("/topic", "producer", wanted, "Producer name, in full", {"name": one.topic.name}),
             _producers(producers, one.topic.name, is_first, wanted),
         ),
     )
@@ -474,18 +482,6 @@ def _facts(one: admin_pb2.TopicStatistics) -> Markup:
     if topic.damaged_places:
         facts["Damage"] = f"{counted(topic.damaged_places, 'place')}, {counted(topic.damaged_messages, 'message')}"
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in facts.items()))
-
-
-def _producer_search(topic: str, wanted: str) -> Markup:
-    return tag(
-        "form",
-        tag("input", type="search", name="producer", value=wanted, placeholder="Producer name, in full",
-            aria_label="Producer name, in full"),
-        tag("input", type="hidden", name="name", value=topic),
-        tag("button", "Search"),
-        action="/topic",
-        role="search",
-    )  # fmt: skip
 
 
 def _producers(found: admin_pb2.ListProducersResponse | str, topic: str, is_first: bool, wanted: str) -> Markup | str:

@@ -57,6 +57,8 @@ class Topic:
         entry = int(number)
         if (kind == "marker" and int(term) > self._term) or not self._owner:
             self._owner, self._term, self._next, self._has_hole = owner, int(term), entry, False
+        if int(term) > self._term:
+            raise ValueError(f"the marker of term {term} is missing")
         if owner != self._owner or entry < self._next or self._has_hole:
             return False
         if entry > self._next:

@@ -26,7 +26,7 @@ from seqdedupe.sidecar_options import told_credentials
 # -- Latencies by their frequency, to three digits, in the buckets of HdrHistogram.
 
 _DIGIT_BITS = 11
-"""The number of first bits of a value that are kept: 2,048 is the first power of two that holds three digits twice."""
+"""The number of leading bits of a value that are kept. With 2,048 steps, a value keeps three decimal digits."""
 
 _HALF = 1 << (_DIGIT_BITS - 1)
 _HIGHEST_US = (1 << 36) - 1
@@ -34,7 +34,8 @@ _HIGHEST_US = (1 << 36) - 1
 
 _BUCKETS = _HALF * (36 - _DIGIT_BITS + 2)
 _TICKS_PER_HALF_DISTANCE = 5
-"""The lines of a distribution from each percentile to the one halfway to 100: HdrHistogram's default."""
+"""The number of lines in a distribution between each percentile and the percentile halfway to 100. This is
+HdrHistogram's default."""
 
 _US_IN_A_MS = 1000
 
@@ -73,8 +74,8 @@ class Histogram:
         return min(_highest_us(int(np.searchsorted(total, wanted))), self.max_us) / _US_IN_A_MS
 
     def distribution(self) -> Iterator[str]:
-        """Yield the lines of HdrHistogram's percentile distribution (`.hgrm`), in milliseconds, as its plotters read
-        it."""
+        """Yield the lines of HdrHistogram's percentile distribution (`.hgrm`), in milliseconds, in the form that
+        HdrHistogram's plotters read."""
         yield f"{'Value':>12} {'Percentile':>14} {'TotalCount':>10} {'1/(1-Percentile)':>14}"
         yield ""
         total = np.cumsum(self._counts)
@@ -106,7 +107,7 @@ class Histogram:
 
 
 def _range_us(place: int) -> tuple[int, int]:
-    """Return the lowest value of a bucket, and the number of its values."""
+    """Return the lowest value of a bucket, and the number of values in the bucket's range."""
     shift = max(0, place // _HALF - 1)
     return (place - shift * _HALF) << shift, 1 << shift
 
@@ -143,7 +144,7 @@ class Plan:
 
 @dataclass
 class BenchLane:
-    """A producer and its messages without a receipt, with the time when each was due."""
+    """A producer, the producer's messages without a receipt, and the time when each of these messages was due."""
 
     producer: Producer
     next_sequence_id: int
@@ -176,7 +177,7 @@ class Load:
         self.elapsed_seconds = 0.0
         """The time from the beginning to the last receipt."""
         self.due = 0
-        """The number of messages that were to be sent until the sending ended."""
+        """The number of messages that were due before the sending ended."""
         self._latencies = Histogram()  # of the interval
         self._payload = os.urandom(plan.size_bytes)
         self._lanes: list[BenchLane] = []
@@ -192,7 +193,7 @@ class Load:
                 producer = client.producer(self.plan.topic, f"bench-{number}")
                 await producer.open()
                 stack.push_async_callback(producer.abort)
-                # Each message is new: none repeats a message that an earlier run may have left open.
+                # Each message is new. No message repeats a message of an earlier run whose outcome may be unknown.
                 self._lanes.append(BenchLane(producer, max(one.sequence_id for one in producer.persisted) + 1))
             self._began = time.perf_counter()
             work = asyncio.create_task(self._work())
@@ -292,7 +293,7 @@ _PERCENTILES = {"p50": 50.0, "p95": 95.0, "p99": 99.0, "p99_9": 99.9, "max": 100
 _INTERVAL_PERCENTILES = {"p50": 50.0, "p99": 99.0}
 _BYTES_IN_A_MEGABYTE = 1_000_000
 _RATE_REACHED = 0.99
-"""The part of the wanted rate below which a person is warned."""
+"""The command prints a warning if the reached rate is below this fraction of the requested rate."""
 
 _MOST_NAMES = 10_000
 """The largest number that has been tried on a sidecar with its default limits. Each producer is a separate task. With

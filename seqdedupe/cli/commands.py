@@ -1,4 +1,4 @@
-"""All commands, and the handling of their errors. The commands `serve` and `job` run commands of other packages.
+"""The list of all commands, and the handling of errors. The commands `serve` and `job` run commands of other packages.
 
 A command is imported when it is used. So help, and the error for an invalid command line, do not wait for the imports
 of other commands.
@@ -35,7 +35,7 @@ def serve(flags: tuple[str, ...]) -> None:
 # -- `seqdedupe job`: the Spark jobs.
 
 _MODULES = {"audit": "seqdedupe_spark.audit_job", "bootstrap": "seqdedupe_spark.bootstrap_job"}
-"""The jobs with separate modules. All other commands are the reader job's."""
+"""The jobs with separate modules. All other commands of `job` belong to the reader job."""
 
 _READER = "seqdedupe_spark.reader_job"
 
@@ -52,7 +52,8 @@ _JOBS = {
 
 class _Job(click.Command):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the name of a job without the packages for Spark; then what that job takes, if they are there."""
+        """Complete the name of a job command. If Spark's packages are installed, also complete that command's
+        options."""
         arguments = list(ctx.params.get("arguments") or ())
         if not arguments:
             return [CompletionItem(name, help=line) for name, line in _JOBS.items() if name.startswith(incomplete)]
@@ -78,7 +79,8 @@ def _complete_job(ctx: click.Context, _param: click.Parameter, incomplete: str) 
 def job(arguments: tuple[str, ...]) -> None:
     """Run a Spark job: `run`, `positions`, `lag` and `reset` of the reader job, `audit`, `bootstrap`.
 
-    Takes the arguments of `python -m seqdedupe_spark.reader_job`; `audit` and `bootstrap` take those of their modules.
+    Accepts the arguments of `python -m seqdedupe_spark.reader_job`. `audit` and `bootstrap` accept the arguments of
+    their own modules.
     """
     name = arguments[0] if arguments and arguments[0] in _MODULES else None
     with needing("Spark jobs need", "spark"):
@@ -129,7 +131,7 @@ _COMMANDS = {
     "verify": ("directory_commands.verify", "Verify every byte of a backup."),
     "version": ("sidecar_commands.version", "Show the versions of this command and of the sidecar."),
 }
-"""The place of each command in this folder, and its text in the list of all commands."""
+"""For each command: its module in this folder, and its line in the list of all commands."""
 
 
 class _Commands(click.Group):

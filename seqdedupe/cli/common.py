@@ -1,4 +1,4 @@
-"""The common part of commands: the sidecar's address, a client of it, hints for a topic that is not there, and a
+"""The common part of commands: the sidecar's address, a client of the sidecar, hints for a missing topic, and a
 position as JSON."""
 
 import difflib
@@ -29,7 +29,7 @@ _SHORT_NAMES = "persistent://public/default/"
 _POLL_SECONDS = 0.2
 
 _SHORTEST_NEAR_NAME = 4
-"""A shorter name is near to too many others."""
+"""The shortest name for which a similar name is suggested. Shorter names are similar to too many other names."""
 
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
@@ -60,8 +60,8 @@ def seconds_of(duration: str) -> int | None:
 
 
 def is_alone(context: click.Context) -> bool:
-    """Whether a group was called without one of its commands. Raises UsageError if an option of the commands precedes
-    the command's name."""
+    """Return whether the user called a group without one of the group's commands. Raises UsageError if an option of
+    such a command precedes the command's name."""
     if context.invoked_subcommand is None:
         return True
     given = click.core.ParameterSource.COMMANDLINE
@@ -93,7 +93,7 @@ def connect(address: str, on_waiting: OnWaiting | None = None) -> Client:
 
 
 def _unanswered(address: str, e: UnavailableError) -> UnavailableError:
-    """Return UNREACHABLE in place of OUTCOME_UNKNOWN: the unanswered call has changed nothing, so its outcome does not
+    """Return UNREACHABLE in place of OUTCOME_UNKNOWN. The unanswered call changes nothing, so its outcome does not
     matter."""
     if not isinstance(e, OutcomeUnknownError):
         return e
@@ -118,9 +118,9 @@ def connect_to(
 
 @contextmanager
 def naming_near(client: Client, topic: str, *, makes: bool = False) -> Iterator[None]:
-    """If the block raises TOPIC_NOT_FOUND, add to the error the name of an existing topic that the user may mean. With
-    `makes`, the block can create topics; if no topic has a similar name, the error then keeps its hint, which describes
-    how to create a topic."""
+    """If the block raises TOPIC_NOT_FOUND, add to the error the name of an existing topic that the user may mean. Set
+    `makes` if the block can create topics. If no topic has a similar name, the error then keeps its hint, which
+    describes how to create a topic."""
     try:
         yield
     except NotFoundError as e:
@@ -148,8 +148,8 @@ def _near_name(wanted: str, client: Client) -> str | None:
 
 
 def position_json(position: Position) -> dict[str, Any]:
-    """Return a position as an object for JSON. `message_id` is null before a topic's first message. `ownership`,
-    written as in the position's text, is null if it is not known."""
+    """Return a position as an object for JSON. `message_id` is null for the position before a topic's first message.
+    `ownership` has the same form as in the position's text, and is null if the ownership is not known."""
     return {
         "incarnation": position.incarnation,
         "index": position.index,

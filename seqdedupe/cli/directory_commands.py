@@ -1,6 +1,7 @@
-"""The commands about data directories and backups. `doctor` looks at a data directory while no sidecar runs on it, and
-salvages what can be read. `backup` has a sidecar make a backup, verifies it, copies it to an object store and keeps the
-newest. `backup list`, `verify` and `restore` need no sidecar."""
+"""The commands about data directories and backups. `doctor` examines a data directory that no sidecar uses, and
+salvages readable messages. `backup` asks a running sidecar to write a backup. The command then verifies the backup,
+copies the backup to an object store, and removes old backups. `backup list`, `backup verify` and `backup restore` need
+no sidecar."""
 
 import logging
 import os
@@ -34,7 +35,8 @@ def _say(line: str) -> None:
 # -- `doctor`.
 
 SHOWN = 20
-"""The number of places of damage and of missing IDs that are printed per topic; `--json` has all."""
+"""The maximum number of damaged places, and of ranges of missing IDs, that are printed per topic. `--json` prints all
+of them."""
 
 
 @click.command()
@@ -48,7 +50,7 @@ SHOWN = 20
 )
 @as_json_option
 def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
-    """Check every byte of a data directory, and change nothing in it. No sidecar may be running on it.
+    """Check every byte of a data directory, and change nothing in it. No sidecar may use the directory.
 
     Exit status 0: all is whole; 1: something is damaged; 2: the check was not possible.
     """
@@ -62,7 +64,8 @@ def doctor(directory: Path, to: Path | None, as_json: bool) -> int:
 
 
 def prepare() -> None:
-    """Prepare the imports that look at a data directory. Raises INVALID_CONFIGURATION if that is not possible."""
+    """Prepare the imports of the modules that examine a data directory. Raises INVALID_CONFIGURATION if a package is
+    missing."""
     # Log lines from opening a store are about the copy.
     logging.getLogger("seqdedupe").addHandler(logging.NullHandler())
     with needing("checking a data directory needs", "sidecar"):
@@ -95,7 +98,7 @@ def _run(directory: Path, to: Path | None, as_json: bool) -> int:
 
 def _run_on_workers(directory: Path, each: "list[Findings] | None", as_json: bool) -> int:
     if each is None:
-        why = f"{directory} has several workers: each one is salvaged separately"
+        why = f"{directory} has several workers: salvage each worker's directory separately"
         raise error(
             "INVALID_CONFIGURATION", why, hint=f"Give {directory}/worker-0, and then each other worker's directory."
         )
@@ -194,7 +197,7 @@ def _print_salvage(made: "Salvage", to: Path) -> None:
 
 
 def _folder(argument: str) -> str:
-    """Return the argument. Raises UsageError if it is a URL, which would be taken as a path."""
+    """Return the argument. Raises UsageError for a URL: otherwise the command would use the URL as a path."""
     if "://" in argument:
         how = "`seqdedupe backup list s3://BUCKET/PREFIX --verify` verifies, `seqdedupe restore --from` restores"
         raise click.UsageError(f"Give a folder, not a URL. In an object store, {how}.")
@@ -237,9 +240,9 @@ def backup() -> None:
 def make(name: str | None, keep: int | None, to: str | None, address: str, as_json: bool) -> int:
     """Make a backup of all data of the running sidecar, in a new folder NAME in the sidecar's backup_directory.
 
-    The default NAME is the time. If the command can read that folder, it verifies every byte and confirms the backup to
-    the sidecar. Exit status 1: the sidecar's data were damaged, and so is the backup. The command then copies and
-    removes nothing.
+    The default NAME is the time. If the command can read that folder, the command verifies every byte and confirms the
+    backup to the sidecar. Exit status 1: the sidecar's data is damaged, so the backup is damaged too. In this case the
+    command copies and removes nothing.
     """
     if name and keep:
         raise click.UsageError("--keep counts backups with a time as their name: give no NAME.")
@@ -288,7 +291,7 @@ def _is_whole(made: list[admin_pb2.BackupResponse]) -> bool:
 
 @dataclass
 class _Care:
-    """The work of the command on a backup after the sidecar has made it."""
+    """The command's work on a backup after the sidecar has written the backup."""
 
     name: str
     keep: int | None
@@ -301,7 +304,8 @@ class _Care:
     """The folders with the backup, each with the place of its copy."""
 
     def begin(self, made: list[admin_pb2.BackupResponse]) -> bool:
-        """Return whether this command can verify the backup: the backup is in folders that this command can read.
+        """Return whether this command can verify the backup. The command can do so if it can read the folders that
+        contain the backup.
 
         Raises INVALID_REQUEST if this command cannot read the folders, but must copy the backup or remove older
         backups.
@@ -351,7 +355,8 @@ class _Care:
         return stack
 
     def copy(self) -> None:
-        """Verify every byte of the backup. With a place for copies, also copy the backup and verify the copy."""
+        """Verify every byte of the backup. If a place for copies is set, also copy the backup there and verify the
+        copy."""
         for place, bucket in self._places:
             place.check(self.name)
             if bucket is not None:
@@ -422,10 +427,9 @@ def _kept_json(one: "KeptBackup") -> dict[str, Any]:
 @click.argument("directory", type=_FOLDER)
 @as_json_option
 def verify(directory: Path, as_json: bool) -> int:
-    """Verify a backup: each file is as it was written, and logs and store are intact and belong together (as `doctor`
-    checks).
+    """Verify a backup: every file is unchanged, and logs and store are intact and belong together (as `doctor` checks).
 
-    Exit status 1: the backup is not whole.
+    Exit status 1: the backup is damaged or incomplete.
     """
     prepare()
     from seqdedupe.doctor.examine import examine
@@ -457,9 +461,10 @@ def verify(directory: Path, as_json: bool) -> int:
 )
 @as_json_option
 def restore(places: tuple[str, ...], place: str | None, name: str | None, as_json: bool) -> int:
-    """Make a data directory from a backup. DATA_DIRECTORY must be empty or missing. Afterwards, start a sidecar on it.
+    """Make a data directory from a backup. DATA_DIRECTORY must be empty or missing. After that, start a sidecar with
+    this data directory.
 
-    The command verifies each file. Exit status 1: the data were damaged when the backup was made.
+    The command verifies each file. Exit status 1: the data was already damaged when the backup was made.
     """
     if name and not place:
         raise click.UsageError("--backup is the name of a backup in DEST: give --from DEST too.")

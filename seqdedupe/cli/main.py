@@ -14,7 +14,7 @@ def main() -> None:
         # that is not UTF-8.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         logging.getLogger("grpc").addHandler(logging.NullHandler())
-        # Here, since imports take long enough to be interrupted, and that is no defect.
+        # Handled here, because the user can interrupt the imports, which take long. An interrupt is no defect.
         from seqdedupe.cli.commands import run
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)

@@ -1,4 +1,5 @@
-"""`seqdedupe publish`: a file's records, each once after any number of starts; by sequence ID or by its own ID."""
+"""`seqdedupe publish`: publish each record of a file once, no matter how often the command is started. Records are
+recognized by sequence ID or by deduplication ID."""
 
 import sys
 import time
@@ -35,23 +36,25 @@ from seqdedupe.v1 import admin_pb2
 # -- Continuing after an earlier run, only if the source is still the one that was published.
 
 RECORD_PROPERTY = "seqdedupe.record"
-"""The property of a message with its record's number in the source, if the sequence ID is another."""
+"""The message property that contains the record's number in the source, if the sequence ID differs from this number."""
 
 HASH_PROPERTY = "seqdedupe.hash"
-"""The property with the hash of the records of a source up to this message. docs/reference/cli.md has its bytes."""
+"""The message property that contains the hash of the source's records up to this message. docs/reference/cli.md defines
+the hash."""
 
 _HASH_VERSION = "1-"
 _HASH_BYTES = 8
 _HASH_EVERY = 16
-"""The first 16 records carry it, and then each 16th: a property costs a message four times what the hash costs."""
+"""The first 16 records have the property HASH_PROPERTY, and then every 16th record. The property costs four times as
+much time per message as the hash."""
 
 _LOOK_BACK_MESSAGES = 1024
-"""The last hash is looked for at least in this number of messages, and until 16 messages of the producer were seen: one
-of these carries it, however many messages of other producers are in between."""
+"""The command searches for the last hash in at least this number of messages, and until it has found 16 messages of the
+producer. One of these 16 messages has a hash. Messages of other producers may be between them."""
 
 
 NewRecord = tuple[SourceRecord, str | None]
-"""A record to be published, and the text of HASH_PROPERTY if it carries one."""
+"""A record to be published, and the value of HASH_PROPERTY if the record's message has this property."""
 
 
 Source = RecordSource | QuerySource
@@ -70,20 +73,20 @@ _HINT_QUERY_CHANGED = (
 
 
 class Resume:
-    """Finds the records to publish: the records after the last record of this producer in the topic.
+    """Finds the records to publish: the records that follow this producer's last message in the topic.
 
     The source must contain that last record, with the same text and the same number. The records up to the last record
-    with a stored hash must be unchanged. Otherwise records were changed, inserted or removed, and a run that continued
-    would omit some records. A source that begins after the last record is the next source of the same producer, and
-    none of its records is omitted.
+    with a stored hash must be unchanged. If they have changed, records were changed, inserted or removed, and a run
+    that continued would omit some records. If a source begins after the last record, it is the producer's next source,
+    and the run publishes all of its records.
 
-    In a partitioned topic, the same holds for the last record in each partition. The run publishes all records after
+    In a partitioned topic, these rules apply to the last record in each partition. The run publishes all records after
     the first record that a partition may lack. Records that the topic already contains are Dup.
     """
 
     def __init__(self, client: Client, producer: Producer, source: Source, *, trust_source: bool) -> None:
         self.after = producer.persisted_sequence_id
-        """The sequence ID up to which all is published; -1 if nothing is."""
+        """The sequence ID up to which all records are published; -1 if no record is published."""
         self.records_read = 0
         self._last = {one.sequence_id: one for one in producer.persisted if one.sequence_id >= 0}
         self._hashes = dict[int, str]()
@@ -101,7 +104,7 @@ class Resume:
         Raises SOURCE_CHANGED, SOURCE_UNVERIFIED, SOURCE_INCOMPLETE or NEWER_FORMAT before the first record is yielded.
         """
         left = {sequence_id: self._published(one) for sequence_id, one in self._last.items()}
-        # Not more than a producer has in flight: records after the last checked one are sent.
+        # Not more than a producer can have in flight, because the records after the last checked record are sent.
         held = list[NewRecord]()
         so_far = blake2b(digest_size=_HASH_BYTES)
         keeps_records = self._source.keeps_records
@@ -127,8 +130,8 @@ class Resume:
         yield from held
 
     def _check_off(self, record: SourceRecord, text: str | None, left: dict[int, Message | None]) -> None:
-        """Compare the record and its hash with the messages published last. Remove the record's message, and the
-        messages before it, from `left`."""
+        """Compare the record and its hash with the messages published last. Remove the record's message and all earlier
+        messages from `left`."""
         for sequence_id in [one for one in left if one < record.sequence_id]:
             if record.number and self._source.keeps_records:
                 raise self._changed(sequence_id, "is no longer there")
@@ -170,8 +173,8 @@ class Resume:
             self._is_verified = True
 
     def _published(self, one: Persisted) -> Message | None:
-        """Return the last message published; None if the message can no longer be read. Also note the last hash in the
-        messages up to the returned message. Messages of older versions have no hash."""
+        """Return the last message published; None if the message can no longer be read. Also store the last hash found
+        in the messages up to the returned message. Messages of older versions have no hash."""
         if one.position is None:
             self._why_not = "the sidecar no longer knows the position of that message"
             return None
@@ -187,7 +190,7 @@ class Resume:
                     for message in reader:
                         if message.index == index:
                             last = message
-                        # A message with an ID above the last one is from before the producer was set back.
+                        # A message with an ID above the last ID was stored before the producer was reset.
                         if message.producer_name == self._producer.name and message.sequence_id <= one.sequence_id:
                             ours += 1
                             if HASH_PROPERTY in message.properties:
@@ -242,11 +245,13 @@ class Resume:
 
 ROWS = 1000
 BYTES = 1024 * 1024
-"""The amount sent at once. With the next record, whose payload may have 5 MiB, it still fits a batch."""
+"""The number of bytes that are sent together. Together with one more record, whose payload may have 5 MiB, they still
+fit into a batch."""
 
 
 def publish_by_id(publisher: Publisher, source: RecordSource) -> dict[str, object]:
-    """Publish all records of a source whose keys are the IDs. Return the result.
+    """Publish all records of a source to a topic of deduplication IDs. The key of a record is the message's ID. Return
+    the result.
 
     Raises INVALID_DEDUPLICATION_ID for a record without an ID. The records before this record are published. When the
     file is published again, these records are Dup.
@@ -276,7 +281,7 @@ def _batches(source: RecordSource) -> Iterator[list[SourceRecord]]:
             if some:
                 yield some
             what = f"record {record.number} has a deduplication ID of {len(record.key or b'')} bytes"
-            why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; those before it are published"
+            why = f"{what}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}; the records before it are published"
             raise error(
                 "INVALID_DEDUPLICATION_ID",
                 why,
@@ -295,7 +300,8 @@ _PROGRESS_RECORDS = 500
 _FOLLOW_POLL_SECONDS = 0.2
 
 _INTERRUPT_GRACE_SECONDS = 1.0
-"""The time after Ctrl-C to wait for receipts, for the report of what is durable."""
+"""The time after Ctrl-C during which the command waits for receipts, so that it can report which messages are durable.
+"""
 
 _GO_ON = "Start the command again. The command continues after the last durable record."
 
@@ -313,7 +319,8 @@ class _PathType(click.ParamType[JsonPath]):
 
 @contextmanager
 def _right_kind(client: Client, topic: str, *, by_id: bool) -> Iterator[None]:
-    """Add the right options to an error of the block because the topic is of the other kind."""
+    """If the block raises an error because the topic uses the other kind of ID, add the correct options to the
+    error."""
     try:
         yield
     except InvalidRequestError as e:
@@ -415,9 +422,9 @@ def publish(
     """Publish each record of FILE exactly once: lines, CSV records, JSON lines or Parquet rows.
 
     FILE is a plain file, a gzip file, or a zip of one file; - is standard input. The payload is the record's text, or
-    JSON. The sequence ID is the record's number, counted from 0 without a CSV header. If the command is started again,
-    it continues after the last ID of this producer in the topic, provided that the file still has the same record
-    there. It creates a missing topic if the sidecar allows that.
+    JSON. The sequence ID is the record's number, counted from 0 without a CSV header. If you start the command again,
+    it continues after this producer's last ID in the topic, provided that the file still has the same record with this
+    ID. The command creates a missing topic if the sidecar allows this.
 
     With a topic of deduplication IDs, give no producer. If the command is started again, it sends all records; known
     records are Dup.
@@ -512,8 +519,8 @@ def _publish_in_order(
 
 
 def _is_missing(client: Client, topic: str, *, trust_source: bool) -> bool:
-    """Whether the topic does not exist yet and will be created. False also if the sidecar does not answer this
-    question.
+    """Return whether the topic does not exist yet and will be created. Also return false if the sidecar does not
+    answer.
 
     Raises NOT_ALLOWED if the caller may not read the topic, unless the source is trusted. Otherwise the first run would
     publish, and the second run could not continue.
@@ -570,7 +577,8 @@ class _Publication:
         source.before_waiting = self._wait_for_more
 
     def publish(self) -> None:
-        """Return when every record has its receipt. An error also says what is durable."""
+        """Return when every record has its receipt. An error also reports up to which message all messages are
+        durable."""
         try:
             self._send_all()
         except KeyboardInterrupt as e:
@@ -601,8 +609,8 @@ class _Publication:
             bar.update(size - bar.pos)
 
     def _count(self, *, only_durable: bool = False) -> None:
-        """Count the verdicts of all receipts, and wait for them; or only of those that are over. Raises a failure of a
-        message."""
+        """Count the verdicts of the receipts. Either wait for all receipts first, or count only the receipts that have
+        arrived. Raises the failure of a message."""
         while self._receipts and (not only_durable or self._receipts[0].is_over()):
             self._verdicts[self._receipts[0].until_durable().verdict] += 1
             self._receipts.popleft()
@@ -619,7 +627,8 @@ class _Publication:
         return f"{durable:,} of the {counted(durable + len(self._receipts), 'record')} sent {are_durable}{up_to}"
 
     def _with_durable(self, failure: SeqdedupeError) -> SeqdedupeError:
-        """Return the failure with what is durable, unless nothing was sent. The command can be started again."""
+        """Return the failure. If messages were sent, add the last durable ID, and that the command can be started
+        again."""
         if not self._receipts and not any(self._verdicts.values()):
             return failure
         with suppress(SeqdedupeError):

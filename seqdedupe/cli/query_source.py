@@ -1,10 +1,9 @@
-"""The rows of a query in a database, in the order of a column of integers, up to a bound. No transaction can add a row
-below the bound any more."""
+"""Reads the rows of a database query, sorted by a column of integers, up to a bound. No transaction can add a row below
+the bound any more."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from seqdedupe.cli.record_source import SourceRecord
@@ -18,7 +17,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Engine, Row, Select
 
 _PAGE_ROWS = 1000
-"""The number of rows read at once, in a separate transaction: none stays open while messages are sent."""
+"""The number of rows read at once. Each read is a separate transaction, so no transaction stays open while messages are
+sent."""
 
 _POLL_SECONDS = 0.05
 _TELL_SECONDS = 1.0
@@ -39,8 +39,8 @@ _WRITING_STATE = "25006"
 # before its transaction has an ID.
 #
 # The tables of the query are the tables on which this transaction itself has locks, and the tables of which these are
-# partitions: an insert locks the partition after the row has its number. A prepared transaction goes on under its own
-# name, or, in older versions and after a restart, under another name that begins with -1.
+# partitions: an insert locks the partition after the row has its number. A prepared transaction continues under its own
+# name. In older versions, and after a restart, it continues under another name that begins with -1.
 
 _OWN_RELATIONS = (
     "WITH own AS (SELECT DISTINCT relation FROM pg_locks WHERE locktype = 'relation' AND pid = pg_backend_pid() "
@@ -71,15 +71,16 @@ _SUBSCRIBED = "SELECT srrelid::regclass::text FROM pg_subscription_rel WHERE srr
 
 
 class QuerySource:
-    """The rows whose sequence ID is at or above `after`, as records. Their payloads are JSON objects of their columns.
+    """Returns the rows whose sequence ID is at or above `after` as records. The payload of a record is a JSON object
+    with the row's columns.
 
-    A row is not missed if it is committed later than a row with a higher ID. In SQLite, one transaction writes at a
-    time. In PostgreSQL, the source waits for the transactions that have written to the query's tables; rows must take
-    their IDs from a sequence when they are inserted. In other databases, and in a replica of PostgreSQL, each
+    The source also returns a row that is committed later than a row with a higher ID. In SQLite, one transaction writes
+    at a time. In PostgreSQL, the source waits for the transactions that have written to the query's tables; rows must
+    take their IDs from a sequence when they are inserted. In other databases, and in a replica of PostgreSQL, each
     transaction must commit within `settled_after_seconds` after it has taken an ID.
 
-    Errors of the query or its rows are INVALID_SOURCE, NOT_ASCENDING or MESSAGE_TOO_LARGE. SOURCE_UNAVAILABLE: the
-    database cannot be used now.
+    Errors of the query or its rows are INVALID_SOURCE, NOT_ASCENDING or MESSAGE_TOO_LARGE. If the database cannot be
+    used now, the error is SOURCE_UNAVAILABLE.
     """
 
     numbers_are_ids = False
@@ -112,15 +113,14 @@ class QuerySource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._connection is not None:
             self._connection.close()
         self._engine.dispose()
 
     def check(self) -> None:
-        """Check the columns, look for rows without an ID, and check how the source can know that rows are complete."""
+        """Check the columns, look for rows without an ID, and choose how to find the bound below which no row can be
+        added."""
         from sqlalchemy import column, text
 
         with self._transaction() as connection:
@@ -184,7 +184,7 @@ class QuerySource:
             return connection.execute(select if lower is None else select.where(ids >= lower)).all()
 
     def _settled_bound(self) -> int | None:
-        """Return the highest ID up to which all rows are there that ever will be; None if there are no rows."""
+        """Return the highest ID below which no transaction can add a row any more; None if there are no rows."""
         writers, relations = list[str](), list[int]()
         with self._transaction() as connection:
             bound = self._highest(connection)

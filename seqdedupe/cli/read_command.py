@@ -1,4 +1,4 @@
-"""`seqdedupe read`: a topic's messages on stdout, with all of their columns or the selected ones."""
+"""The command `seqdedupe read`: it prints a topic's messages on stdout, as payloads or as JSON."""
 
 import base64
 import json
@@ -119,7 +119,7 @@ _EPOCH = datetime.fromtimestamp(0, UTC)
 
 
 class PublishTime(NamedTuple):
-    """The place before the first message published at this time or later."""
+    """A place in a topic: before the first message that was published at this time or later."""
 
     milliseconds: int
 
@@ -192,7 +192,7 @@ def _next_index(place: int | Position) -> int:
 
 
 def _in_each(topic: str, place: Place, partitions: int) -> Sequence[PlaceInTopic | Literal["earliest", "latest"]]:
-    """Return the place in each partition, or in the single topic if the topic has no partitions. Raises
+    """Return the start or stop place in each partition, or in the topic itself if the topic has no partitions. Raises
     INVALID_POSITION for a position of a partitioned topic in a topic without partitions, or the reverse."""
     if isinstance(place, PartitionedPosition):
         if partitions == len(place.partitions):
@@ -222,7 +222,7 @@ def _start_in(client: Client, topic: str, place: PlaceInTopic | Literal["earlies
 
 
 def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
-    """Return the index before which to stop. Raises POSITION_AFTER_END, POSITION_TRIMMED or
+    """Return the index of the first message that is not read. Raises POSITION_AFTER_END, POSITION_TRIMMED or
     POSITION_OF_ANOTHER_INCARNATION if no reader can reach the place."""
     if isinstance(place, PublishTime):
         return client.locate_time(topic, place.milliseconds).index
@@ -237,7 +237,7 @@ def _stop_in(client: Client, topic: str, place: PlaceInTopic) -> int:
     else:
         return stop_index
     raise error(
-        reason, f"--to is {place}, and {what}", hint="Give a place that `--from` also accepts.", index=stop_index
+        reason, f"--to is {place}, and {what}", hint="Use a place that `--from` also accepts.", index=stop_index
     )
 
 
@@ -356,7 +356,8 @@ def _reader(
     skip_damaged: bool,
     on_waiting: OnWaiting,
 ) -> Reader | PartitionedReader:
-    """Return a reader of the topic, or of all its partitions. Raises INVALID_POSITION for a place of the other kind."""
+    """Return a reader of the topic, or of all its partitions. Raises INVALID_POSITION for a position of a partitioned
+    topic in a topic without partitions, or the reverse."""
     names = [partition_name(topic_name(topic), k) for k in range(partitions)] or [topic]
     starts: list[Start]
     stops: list[int] | None = None
@@ -397,7 +398,7 @@ def _skipped(reader: Reader | PartitionedReader) -> list[tuple[str, range]]:
 def _tell_skipped(
     reader: Reader | PartitionedReader, told: set[tuple[str, range]], as_json: bool
 ) -> set[tuple[str, range]]:
-    """Report the skipped messages that are not in `told`. Return all of them."""
+    """Report the skipped messages that are not in `told`. Return all skipped messages."""
     passed_over = _skipped(reader)
     for topic, skipped in passed_over:
         if (topic, skipped) in told:

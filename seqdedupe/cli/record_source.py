@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Self
 
 from seqdedupe.cli.record_values import (
@@ -50,8 +49,9 @@ class SteadyFile(io.FileIO):
     ChangedError.
 
     Each read of a regular file first checks that the bytes read before are still in the file, and then returns the next
-    bytes. So after a file was cut and written again, the read does not continue in the middle of the new content.
-    `check` compares the rest of the file. A change before the last 4 KiB read is not noticed if the file also grew.
+    bytes. So if another process cuts and rewrites the file, the read does not continue in the middle of the new
+    content. `check` compares the rest of the file. If the file also grew, a change before the last 4 KiB read is not
+    detected.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -78,8 +78,8 @@ class SteadyFile(io.FileIO):
         return count
 
     def check(self, *, is_complete: bool) -> None:
-        """Raise ChangedError if the name now belongs to another file, if this file was cut, or if it was written to
-        without growing, although it is complete. The name does not matter for a pipe read to its end."""
+        """Raise ChangedError in these cases: the name now belongs to another file, this file was cut, or a complete
+        file was written to without growing. The name is not checked for a pipe that was read to its end."""
         own = os.fstat(self.fileno())
         if self._path is not None and (self.is_regular or not is_complete):
             named = None
@@ -101,14 +101,17 @@ class SteadyFile(io.FileIO):
 _STEP = re.compile(r"(?:^|(?!^)\.)([^.\[\]]+)|\[([0-9]{1,9})\]")
 _MOST_SHOWN = 40
 _MOST_DIGITS_OF_JSON = 640
-"""Python may refuse to convert more digits. Such a number is taken as a float: it is no sequence ID and no key."""
+"""The maximum number of digits of an integer, because Python may refuse to convert more digits. A longer number becomes
+a float, which is neither a sequence ID nor a key."""
 
 _REPEATED = object()
-"""The stand-in for the value of a member that an object has more than once: it is not defined which one counts."""
+"""A placeholder for the value of a member that an object contains more than once. JSON does not define which of the
+values is valid."""
 
 
 class BadLineError(Exception):
-    """The problem of a line, as text that follows its place: 'is not JSON: …', 'has no member …'."""
+    """The problem of a line. The text continues a sentence that begins with the line's place: 'is not JSON: …', 'has no
+    member …'."""
 
 
 def parse(line: bytes) -> Any:
@@ -280,7 +283,7 @@ _HINTS_UNREADABLE = {
 
 
 class SourceRecord(NamedTuple):
-    """A record. The payload is its text in the file, byte for byte, without the line's end."""
+    """A record. The payload is the record's text in the file, byte for byte, without the newline at the end."""
 
     number: int
     """The record's number from 0, after a CSV header."""
@@ -288,24 +291,26 @@ class SourceRecord(NamedTuple):
     payload: bytes
     key: bytes | None
     line: int
-    """The line where it begins, from 1; for Parquet the row, from 1."""
+    """The number of the line in which the record begins, counted from 1. In Parquet: the number of the row, counted
+    from 1."""
 
 
 class RecordSource:
-    """The records of a file, or of standard input (`-`), in order, with sequence IDs that rise.
+    """The records of a file or of standard input (`-`), in the order of the file. Sequence IDs ascend.
 
-    A line is a record, also an empty one; lines end with LF or CR LF. In a CSV file (by its name, or its `form`) the
-    first record is the header and not counted. A record may extend over lines within quotes, and empty lines are
-    skipped. In JSON lines each line is a value, and blank ones are skipped. The sequence ID is the record's number from
-    0, or the value of a column or at a path. Bytes that are not UTF-8 are taken unchanged, except in JSON. gzip and zip
-    (of one file) are recognized by their first bytes.
+    Every line is a record, also an empty line. Lines end with LF or CR LF. In a CSV file (recognized by the file's name
+    or by `form`), the first record is the header, which is not counted. A quoted field may contain newlines, and empty
+    lines are skipped. In JSON lines, each line is a value, and blank lines are skipped. The sequence ID is the record's
+    number from 0, or a value in the record: of a column, or at a path. Bytes that are not UTF-8 stay unchanged, except
+    in JSON. gzip files and zip files (with one file) are recognized by their first bytes.
 
-    `as_json` makes a JSON object of each CSV record: texts with the header's names. A row of a Parquet file always is
-    one. Such a file is complete, or it is damaged.
+    `as_json` converts each CSV record to a JSON object: the names come from the header, and all values are texts. A row
+    of a Parquet file is always a JSON object. A Parquet file without its end is damaged.
 
-    A last line without its end is not taken, because it may be incomplete, unless the file is `final`. The same holds
-    for a CSV record within whose quotes the file ends. `unfinished_line` is then the line's number. With `follow` the
-    records do not end: `before_waiting` is called each time that there is nothing more.
+    A last line without a newline may be incomplete, so the source returns this line only if the file is `final`. The
+    same applies to a CSV record with an open quote at the end of the file. `unfinished_line` is then the number of the
+    incomplete line. With `follow` the records do not end: the source calls `before_waiting` whenever it has to wait for
+    more data.
 
     All problems of the file are INVALID_SOURCE, MESSAGE_TOO_LARGE, NOT_ASCENDING, SOURCE_INCOMPLETE for a header
     without its end, or SOURCE_CHANGED for a file that was cut, rewritten, replaced or removed during the read.
@@ -392,8 +397,8 @@ class RecordSource:
         return self._columns[0] is None and self._paths[0] is None
 
     def check(self) -> None:
-        """Read the file once, and begin again. So the problems of the file are raised before anything is sent, and the
-        error states that nothing was sent.
+        """Read the whole file once, and return to its beginning. So problems of the file are raised before any message
+        is sent, and the error states that nothing was sent.
 
         A source that can be read only once (a pipe), or that grows, is not checked.
         """
@@ -409,9 +414,7 @@ class RecordSource:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._raw.close()
 
     @property
@@ -468,7 +471,7 @@ class RecordSource:
             yield line
 
     def _next_line(self) -> bytes:
-        """Return a line with its end, or more bytes than a line may have; nothing at the end."""
+        """Return a line with its newline, or more bytes than a line may have; nothing at the end of the file."""
         most_bytes = MAX_PAYLOAD_BYTES + 3
         line = self._file.readline(most_bytes)
         while self._follow and not line.endswith(b"\n") and len(line) < most_bytes:
@@ -483,8 +486,8 @@ class RecordSource:
         return b""
 
     def incomplete(self, done: str = "published") -> SeqdedupeError:
-        """Return the error for an `unfinished_line`. `done` describes what was done with the other records, but not
-        with the unfinished record."""
+        """Return the error for an `unfinished_line`. `done` is a text about the other records, such as that they were
+        published. The unfinished record was not processed."""
         if self._quotes_are_open:
             return error(
                 "SOURCE_INCOMPLETE",
@@ -521,7 +524,7 @@ class RecordSource:
             number += 1
 
     def _parquet_records(self) -> Iterator[SourceRecord]:
-        """Read the columns' names now, and the rows when they are asked for."""
+        """Read the names of the columns now, and read each row when the caller requests it."""
         if self._follow:
             raise self._bad(
                 "is a Parquet file, and cannot be followed", hint="Wait until the file is complete, and omit --follow."
@@ -561,7 +564,7 @@ class RecordSource:
             raise self._bad(str(e)) from e
 
     def _csv_records(self) -> Iterator[SourceRecord]:
-        """Read the header now, and the records when they are asked for."""
+        """Read the header now, and read each record when the caller requests it."""
         taken: list[bytes] = []  # the lines of the current record
 
         def texts() -> Iterator[str]:
@@ -656,7 +659,7 @@ class RecordSource:
         except (EOFError, zlib.error, zipfile.BadZipFile) as e:
             raise self._bad(f"is damaged: {e}", hint=_HINT_DAMAGED) from e
         except (NotImplementedError, RuntimeError) as e:  # a zip that is encrypted, or compressed in another way
-            raise self._bad(f"cannot be unpacked: {e}", hint="Unpack it first.") from e
+            raise self._bad(f"cannot be unpacked: {e}", hint="Unpack the file first.") from e
         except csv.Error as e:
             raise self._bad(f"is not CSV: {e}") from e
         except ChangedError as e:
@@ -665,7 +668,7 @@ class RecordSource:
 
 
 def _standard_input() -> SteadyFile:
-    os.set_blocking(0, True)  # otherwise a pipe that is empty for the moment looks as if it had ended
+    os.set_blocking(0, True)  # otherwise a pipe without data at this moment would look like an ended pipe
     return SteadyFile(None)
 
 

@@ -1,4 +1,5 @@
-"""Records of columns: the rows of a Parquet file, and any row as JSON, the same bytes on every run and machine.
+"""Records of columns: the rows of a Parquet file, and the conversion of any row to JSON. The JSON has the same bytes in
+every run and on every machine.
 
 docs/reference/cli.md lists the types.
 """
@@ -20,7 +21,8 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class BadValueError(Exception):
-    """The problem of a record, as text that follows its place: 'has the sequence ID …'."""
+    """The problem of a record. The text continues a sentence that begins with the record's place: 'has the sequence ID
+    …'."""
 
 
 def json_of(names: Sequence[str], values: Sequence[Any]) -> bytes:
@@ -125,13 +127,14 @@ Convert = Callable[[Any], Any]
 
 
 class BadParquetError(Exception):
-    """The problem of the file, as text that follows its name: 'is damaged: …', 'has the column …'."""
+    """The problem of the file. The text continues a sentence that begins with the file's name: 'is damaged: …', 'has
+    the column …'."""
 
 
 class ParquetRows:
-    """The names of the columns, and the rows in their order. `values` makes Python values of a row.
+    """The names of the columns, and the rows in the order of the file. `values` converts a row to Python values.
 
-    Raises INVALID_CONFIGURATION without pyarrow, and BadParquetError.
+    Raises INVALID_CONFIGURATION if pyarrow is not installed; BadParquetError.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -182,8 +185,8 @@ def _damaged(e: Exception, rows: int) -> BadParquetError:
 
 
 def _plan(arrow: Any, kind: Any, name: str) -> tuple[Any, Convert | None]:
-    """Return the type in which to read a column, and the conversion of each value. Times are read as integers, because
-    Python has no times with nanoseconds."""
+    """Return the type to which a column is cast before its values are read, and a function that converts each value.
+    Times are read as integers, because Python has no times with nanoseconds."""
     types = arrow.types
     if isinstance(kind, arrow.BaseExtensionType):
         return _plan(arrow, kind.storage_type, name)

@@ -1,10 +1,10 @@
-"""The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`, each on the given database or topics."""
+"""The commands of the services: `consumer`, `inbox`, `outbox`, `pipe`. Each command names a database or topics."""
 
 import importlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -32,15 +32,13 @@ if TYPE_CHECKING:
 
 def database_options(command: Command) -> Command:
     """Add `--database` and `--json`."""
-    database = click.option(
-        "--database",
-        envvar=DATABASE_VARIABLE,
-        show_envvar=True,
-        required=True,
-        metavar="URL",
-        help="The database of consumers and inboxes, as an SQLAlchemy URL.",
+    return _database_option("The database of consumers and inboxes, as an SQLAlchemy URL.")(as_json_option(command))
+
+
+def _database_option(about: str) -> Callable[[Command], Command]:
+    return click.option(
+        "--database", envvar=DATABASE_VARIABLE, show_envvar=True, required=True, metavar="URL", help=about
     )
-    return database(as_json_option(command))
 
 
 @contextmanager
@@ -73,7 +71,7 @@ def opened(url: str, whose: str) -> Iterator["Engine"]:
 
 @contextmanager
 def told_errors(whose: str) -> Iterator[None]:
-    """Raise OUTPUT_UNAVAILABLE for errors of the database about the tables of a consumer or an inbox."""
+    """Convert the database's errors about the tables of a consumer or an inbox to OUTPUT_UNAVAILABLE."""
     from sqlalchemy.exc import SQLAlchemyError
 
     from seqdedupe.databases.failures import told
@@ -105,8 +103,8 @@ _SHOWN = 80
 
 @click.group()
 def consumer() -> None:
-    """Show the lag of consumers. List, retry and drop the messages that consumers have parked or given up (dead
-    letters)."""
+    """Show the lag of consumers. List, retry and drop parked messages and dead letters. A dead letter is a message that
+    a consumer has given up."""
 
 
 @consumer.command("lag", short_help="Show the lag of a consumer.")
@@ -161,8 +159,8 @@ def _text(value: bytes | None) -> str:
 
 
 def _when(kind: str, row: Any) -> object:
-    """Return the time of the next try, in milliseconds since 1970. `-` for a message that waits behind another one, or
-    was given up."""
+    """Return the time of the next attempt, in milliseconds since 1970. Return `-` for a message that waits behind
+    another message, and for a dead letter."""
     return "-" if kind == "dead" or row.next_attempt_ms is None else row.next_attempt_ms
 
 
@@ -280,8 +278,8 @@ def _parked_json(one: Any) -> dict[str, Any]:
 @click.argument("inbox", type=PythonObject(), metavar="MODULE:NAME")
 @as_json_option
 def sweep(inbox: Any, as_json: bool) -> None:
-    """Retry all parked messages of an inbox with the inbox's handler. MODULE:NAME is the `Inbox` of the service.
-    Consumers may run at the same time."""
+    """Retry all parked messages of an inbox with the inbox's handler. MODULE:NAME is the Python object `Inbox` of the
+    service. Consumers may run at the same time."""
     from seqdedupe.services.inbox import Inbox
 
     if not isinstance(inbox, Inbox):
@@ -294,14 +292,9 @@ def sweep(inbox: Any, as_json: bool) -> None:
 
 # -- `seqdedupe outbox`: the tables of an outbox, its relay, and the relay's lag.
 
-_database_option = click.option(
-    "--database",
-    envvar=DATABASE_VARIABLE,
-    show_envvar=True,
-    required=True,
-    metavar="URL",
-    help="postgresql://user@host/database or sqlite:///path. All users of a machine see command lines: put a URL with "
-    "a password into the variable.",
+_outbox_option = _database_option(
+    "postgresql://user@host/database or sqlite:///path. All users of a machine see command lines: put a URL with a "
+    "password into the variable."
 )
 
 
@@ -333,7 +326,7 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 
 
 @outbox.command("relay")
-@_database_option
+@_outbox_option
 @click.option("--topic", required=True, help="The topic. {aggregatetype} is replaced by the value of the row.")
 @click.option(
     "--producer", "name", required=True, help="The name of this outbox. The names of its producers are NAME/token."
@@ -344,8 +337,9 @@ def print_ddl(kind: str, payload: str, lock_aggregates: bool) -> None:
 def run_relay(database: str, topic: str, name: str, once: bool, address: str, as_json: bool) -> None:
     """Publish the rows of an outbox and delete them.
 
-    Each aggregate has the order of its commits. You may kill and restart the relay at any moment, or run several: one
-    works, the others stand by. With --once the last line says what is left and why; the exit status is still 0."""
+    The rows of one aggregate are published in the order of the commits. You may kill and restart the relay at any
+    moment. If you run several relays, one relay works, and the others stand by. With --once, the last line shows how
+    many rows are left and why. The exit status is 0 even if rows are left."""
     with _needing_services():
         from seqdedupe.services.outbox import relay
 
@@ -376,7 +370,7 @@ def run_relay(database: str, topic: str, name: str, once: bool, address: str, as
 
 
 @outbox.command("lag")
-@_database_option
+@_outbox_option
 @as_json_option
 def outbox_lag(database: str, as_json: bool) -> None:
     """Show how many rows wait for the relay, and why they wait."""
@@ -459,7 +453,7 @@ def pipe(
     address: str,
     as_json: bool,
 ) -> int:
-    """Call a Python function for each message of SOURCE, and publish what it returns to TARGET, exactly once."""
+    """Call a Python function for each message of SOURCE, and publish the function's result to TARGET exactly once."""
     if lag:
         if function is not None or follow:
             raise click.UsageError("--lag calls nothing: it goes without --function and --follow.")

@@ -1,5 +1,5 @@
-"""The operators' commands about a sidecar as a whole: compiling, a cluster's list, numbers to and from files, `top`,
-what a start would refuse, and the profiles that name sidecars."""
+"""The operators' commands that concern a whole sidecar: compiling kernels, listing a cluster's sidecars, exports and
+imports, `top`, checking a configuration, and listing profiles."""
 
 import os
 import sys
@@ -16,10 +16,11 @@ from seqdedupe import exports, files
 from seqdedupe.cli.common import as_json_option, common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.command import echo, needing, print_json, print_table, printable
 from seqdedupe.errors import error
-from seqdedupe.figures import ORDERS, beyond_snapshot, counted, per_second, state_name
+from seqdedupe.figures import counted, per_second
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.sidecar_options import PROFILE_KEYS, PROFILE_VARIABLE, read_profiles
+from seqdedupe.topic_facts import ORDERS, beyond_snapshot, state_name
 from seqdedupe.v1 import admin_pb2
 
 
@@ -43,8 +44,8 @@ def version(address: str, as_json: bool) -> None:
 @click.command("compile")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compile_kernels(as_json: bool) -> None:
-    """Compile the kernels of the sidecar once for all users of this installation. Then no start of a sidecar has to
-    compile them.
+    """Compile the kernels of the sidecar once for all users of this installation. Afterwards a sidecar starts without
+    compiling them.
 
     The command takes up to a minute. The kernels are for this CPU and these versions of seqdedupe, numba and Python.
     Run the command on each machine and after each upgrade, as the user who installs seqdedupe.
@@ -65,8 +66,8 @@ def compile_kernels(as_json: bool) -> None:
 @common
 @click.pass_context
 def sidecars(context: click.Context, address: str, as_json: bool) -> None:
-    """List the sidecars of a cluster, and what the cluster's topics keep for each sidecar. The command below forgets a
-    sidecar."""
+    """List the sidecars of a cluster, and how many entries the cluster keeps for each sidecar. `sidecars forget`
+    removes a sidecar from the list."""
     if not is_alone(context):
         return
     with connect(address) as client:
@@ -109,7 +110,8 @@ def sidecars(context: click.Context, address: str, as_json: bool) -> None:
 @click.argument("name")
 @common
 def forget(name: str, address: str, as_json: bool) -> None:
-    """Remove the subscriptions of a sidecar that will never run again. The cluster then keeps no messages for it."""
+    """Remove the subscriptions of a sidecar that will never run again. The cluster then keeps no messages for this
+    sidecar."""
     with connect(address) as client:
         removed = client.admin.forget_sidecar(name)
     lines = [f"{topic}: the subscription of {name} is removed" for topic in removed]
@@ -177,7 +179,7 @@ def import_file(topic: str, file: Path, address: str, as_json: bool) -> None:
 @click.argument("topic")
 @common
 def rebuild_topic(topic: str, address: str, as_json: bool) -> None:
-    """Rebuild the store's records of a topic from the topic's log. The other topics continue to serve."""
+    """Rebuild the store's records of a topic from the topic's log. The other topics stay available."""
     with connect_to(address, topic) as client:
         _say_opened(client.admin.rebuild_topic(topic), "log", "from its log", as_json)
 
@@ -215,8 +217,8 @@ Ask = Callable[[], admin_pb2.GetStatisticsResponse]
 def top(once: bool, order: str, search: str, limit: int, address: str, as_json: bool) -> None:
     """Show the busiest topics of a sidecar with their rates, states and refusals, and its last warnings.
 
-    The view changes every few seconds; q ends it. With --json the command prints a line each time. If the output is not
-    a terminal, it shows the sidecar once.
+    The view changes every few seconds; q ends it. With --json the command prints a line at each update. If the output
+    is not a terminal, the command prints the view once.
     """
     with connect(address) as client:
         ask = partial(client.admin.statistics, search=search, order=ORDERS[order], limit=limit)
@@ -232,7 +234,8 @@ def top(once: bool, order: str, search: str, limit: int, address: str, as_json: 
 
 
 def first(ask: Ask) -> admin_pb2.GetStatisticsResponse:
-    """Return statistics with rates. Counting begins with the first question, so the first answer may have none."""
+    """Return statistics with rates. The sidecar begins to count at the first request, so the first answer may have no
+    rates."""
     while not (found := ask()).activity.not_dup:
         time.sleep(found.interval_ms / 1000)
     return found
@@ -302,8 +305,8 @@ def config() -> None:
 def check(file: Path | None, as_json: bool) -> None:
     """List everything that would prevent a start with this file. Start nothing.
 
-    As at a start, SEQDEDUPE_* variables come before FILE. The command locks, creates and writes nothing. Run it as the
-    sidecar's user. Warnings do not prevent a start.
+    As at a start, SEQDEDUPE_* variables override FILE. The command locks, creates and writes nothing. Run the command
+    as the sidecar's user. Warnings do not prevent a start.
     """
     with needing("this needs", "sidecar"):
         from broker_sidecar.__main__ import find_problems

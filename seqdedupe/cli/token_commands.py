@@ -112,7 +112,7 @@ _SECRET_PARTS = frozenset({"d", "p", "q", "dp", "dq", "qi", "oth"})
 
 
 def _read_private_key(path: Path, kid: str | None) -> "tuple[PyJWK, str]":
-    """Return the key in a file, a JSON Web Key or PEM, and its `kid`. Only a JSON Web Key has its own.
+    """Return the key in a file (a JSON Web Key or PEM), and the `kid`. Only a JSON Web Key contains a `kid`.
 
     Raises INVALID_CONFIGURATION; OSError.
     """
@@ -160,9 +160,11 @@ def _unusable(path: Path) -> SeqdedupeError:
 
 
 def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
-    """Make a key (Ed25519), in a file that only its owner may read, and add its public part to a set of keys.
+    """Make a key (Ed25519) in a file that only the file's owner may read. Add the public part of the key to a set of
+    keys.
 
-    Raises INVALID_CONFIGURATION if the private file exists, or the set is invalid or has a key of that name; OSError.
+    Raises INVALID_CONFIGURATION if the private file exists, or if the set is invalid or already has a key of this name;
+    OSError.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from jwt.algorithms import OKPAlgorithm
@@ -196,7 +198,7 @@ def _make_keys(private_file: Path, keys_file: Path, kid: str) -> None:
 
 ACTIONS = ("publish", "read", "create", "observe", "administer", "attach")
 _ALSO_OF_SEVERAL = ("observe", "administer")
-"""The actions for which calls exist that need them on a whole namespace, or on everything."""
+"""Actions that some calls need on a whole namespace, or on all topics."""
 
 _EVERYTHING = "*"
 
@@ -300,8 +302,8 @@ def audit() -> None:
 )
 @as_json_option
 def verify_files(files: tuple[Path, ...], expect: str | None, as_json: bool) -> int:
-    """Verify an audit trail in FILES, the oldest file first. Print the number and hash of the last line. Store them on
-    another machine, for a later --expect."""
+    """Verify an audit trail in FILES, the oldest file first. Print the number and hash of the last line. Store this
+    number and hash on another machine, and pass them to a later check with --expect."""
     expected = TrailLink.parse(expect) if expect else None
     found = verify(files, expected)
     if not found.has_expected:

@@ -1,6 +1,6 @@
-"""The display of `seqdedupe top`. It needs rich, of the extra `top`.
+"""The display of `seqdedupe top`. It needs the package rich, which the extra `top` installs.
 
-All text from outside goes through `_text`: rich would read brackets in a plain string as its markup.
+Pass all text from outside through `_text`. Otherwise rich would interpret brackets in the text as markup.
 """
 
 import os
@@ -19,7 +19,8 @@ from rich.text import Text
 
 from seqdedupe.command import printable, standard_output
 from seqdedupe.errors import UnavailableError
-from seqdedupe.figures import beyond_snapshot, counted, duration, merged, per_second, short, state_name
+from seqdedupe.figures import counted, duration, merged, per_second, short
+from seqdedupe.topic_facts import beyond_snapshot, state_name
 from seqdedupe.v1 import admin_pb2
 
 WARNINGS = 3
@@ -54,7 +55,7 @@ def show_once(found: Found, address: str) -> None:
 
 
 def show(ask: Callable[[], Found], address: str) -> None:
-    """Show the statistics, and update them again and again until somebody presses q."""
+    """Show the statistics, and update them repeatedly until the user presses q."""
     console = Console(highlight=False)
     found, problem = ask(), ""
     with _keys() as pressed, Live(console=console, screen=True, auto_refresh=False) as live:
@@ -71,8 +72,8 @@ def show(ask: Callable[[], Found], address: str) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a function that waits for this number of seconds. The function returns whether somebody has pressed a key
-    that ends the display."""
+    """Yield a function that waits for a number of seconds. The function returns whether the user has pressed a key that
+    ends the display."""
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     try:
@@ -168,7 +169,7 @@ def _cells(one: admin_pb2.TopicStatistics, interval_ms: int) -> tuple[Text, ...]
 
 
 def _bars(values: Sequence[int]) -> str:
-    """Return the past as a line of bars, the newest on the right."""
+    """Return past values as a line of bars, with the newest value on the right."""
     sums = merged(values, _INTERVALS // _BARS_SHOWN)
     highest = max(sums, default=0)
     bars = "".join(_BARS[value * (len(_BARS) - 1) // highest] if value else " " for value in sums)

@@ -8,22 +8,24 @@ import click
 from seqdedupe.cli.common import common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
-from seqdedupe.figures import counted, cursor_lag, state_name
+from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
+from seqdedupe.sidecar_options import Command
+from seqdedupe.topic_facts import cursor_lag, state_name
 from seqdedupe.v1 import admin_pb2
 
 T = TypeVar("T")
 
 
 def _known(topic: admin_pb2.Topic, value: T) -> T | None:
-    """Return the value; None if the value is not known, because the topic is damaged or could not be opened yet."""
+    """Return the value. Return None if the value is unknown because the topic is damaged or could not be opened yet."""
     is_closed = not topic.HasField("last") and not topic.partitions
     return None if topic.state == admin_pb2.TOPIC_STATE_DAMAGED or is_closed else value
 
 
 def _of_log(topic: admin_pb2.Topic, value: T) -> T | None:
-    """Do the same; None also for a partitioned topic, which has no separate log."""
+    """Do the same as `_known`. Also return None for a partitioned topic, which has no separate log."""
     return None if topic.partitions else _known(topic, value)
 
 
@@ -90,7 +92,8 @@ def _print_topic(topic: admin_pb2.Topic, as_json: bool) -> None:
 
 
 def _may_lose(topic: admin_pb2.Topic) -> list[tuple[str, object]]:
-    """Return a line with the messages that a power cut may lose under the flush policy; no line if there are none."""
+    """Return a line with the number of messages that a power cut may lose under the flush policy; no line if this
+    number is 0."""
     if not topic.may_lose_messages:
         return []
     at_most = f"{counted(topic.may_lose_messages, 'message')} of the last {topic.may_lose_ms / 1000:g} s"
@@ -141,7 +144,7 @@ def _deduplication(topic: admin_pb2.Topic) -> str | None:
 
 
 def _window_json(topic: admin_pb2.Topic) -> dict[str, Any] | None:
-    """Return how far back copies are known; None for a topic of sequence IDs."""
+    """Return how far back the topic recognizes copies of messages; None for a topic of sequence IDs."""
     if topic.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         return None
     return {
@@ -208,7 +211,7 @@ def _damage(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
 
 
 def _skipped(topic: admin_pb2.Topic) -> list[tuple[str, str]]:
-    """Return a line for a topic whose log has entries that do not belong to it."""
+    """Return a line with the number of log entries that do not belong to the topic; no line if there are none."""
     counts = {
         "of owners that had lost it": topic.log_void,
         "twice": topic.log_repeats,
@@ -335,7 +338,8 @@ def create(
 @click.argument("name")
 @common
 def delete(name: str, address: str, as_json: bool) -> None:
-    """Delete a topic with its messages, producers and partitions. The command does not ask, and cannot be undone."""
+    """Delete a topic with its messages, producers and partitions. The command does not ask for confirmation, and the
+    deletion cannot be undone."""
     with connect_to(address, name) as client:
         client.admin.delete_topic(name)
     tell(as_json, {"deleted": topic_name(name)}, f"{topic_name(name)} is deleted")
@@ -357,8 +361,8 @@ def show(name: str, address: str, as_json: bool) -> None:
 )
 @common
 def move(name: str, to: str, address: str, as_json: bool) -> None:
-    """Move a topic to another sidecar, in a cluster or with a separate log. The command ends when the other sidecar
-    serves the topic."""
+    """Move a topic to another sidecar of the cluster, or to a sidecar with a separate log. The command ends when the
+    other sidecar serves the topic."""
     with connect_to(address, name) as client:
         owner = client.admin.move_topic(name, to)
     name = topic_name(name)
@@ -521,10 +525,7 @@ def in_flight(topic: str, longer_than_ms: int, address: str, as_json: bool) -> N
         echo(f"and {counted(found.producers - len(rows), 'more producer')}")
 
 
-@click.command(
-    "reset-producer",
-    context_settings=_NEGATIVE_NUMBERS,
-)
+@click.command("reset-producer", context_settings=_NEGATIVE_NUMBERS)
 @click.argument("topic")
 @click.argument("producer")
 @click.argument("persisted", type=click.IntRange(-1, 2**63 - 1))
@@ -584,9 +585,30 @@ def policy() -> None:
 @click.argument("name", metavar="TOPIC|NAMESPACE")
 @common
 def get(name: str, address: str, as_json: bool) -> None:
-    """Show the values that are set, and the values in force."""
+    """Show the values that are set, and the effective values."""
     with connect_to(address, name) as client:
         _print(name, client.admin.policy(name), as_json)
+
+
+_NUMBERS = {
+    "deduplication-entries-interval": "Take a snapshot after N stored batches.",
+    "deduplication-snapshot-interval-seconds": "Take a snapshot N seconds after a change; 0: no limit.",
+    "retention-size-in-mb": "Keep N MB of the log; -1: keep the whole log.",
+    "retention-time-in-minutes": "Keep messages for N minutes; -1: for ever.",
+    "deduplication-producer-inactivity-timeout-minutes": "Forget a producer that was not used for N minutes; 0: never.",
+    "log-flush-interval-messages": "Sync the log after N messages; 1: at every commit.",
+    "log-flush-interval-ms": "Sync the log N ms after a message; 0: at every commit.",
+    "deduplication-window-max-messages": "Forget a deduplication ID after N later messages.",
+    "deduplication-window-max-bytes": "Forget the oldest IDs when all IDs have more than N bytes; -1: no limit.",
+    "deduplication-window-max-minutes": "Forget an ID N minutes after its message; -1: no limit.",
+}
+"""The values that are numbers, and their help."""
+
+
+def _number_options(command: Command) -> Command:
+    for name, what in reversed(_NUMBERS.items()):
+        command = click.option(f"--{name}", type=int, metavar="N", help=what)(command)
+    return command
 
 
 @policy.command("set")
@@ -605,48 +627,11 @@ def get(name: str, address: str, as_json: bool) -> None:
     type=click.Choice(_WORDS["overlap"], case_sensitive=False),
     help="The answer to a broker's range of IDs of which a part is persisted.",
 )
-@click.option("--deduplication-entries-interval", type=int, metavar="N", help="Take a snapshot after N stored batches.")
-@click.option(
-    "--deduplication-snapshot-interval-seconds",
-    type=int,
-    metavar="N",
-    help="Take a snapshot N seconds after a change; 0: no limit.",
-)
-@click.option("--retention-size-in-mb", type=int, metavar="N", help="Keep N MB of the log; -1: keep the whole log.")
-@click.option("--retention-time-in-minutes", type=int, metavar="N", help="Keep messages for N minutes; -1: for ever.")
-@click.option(
-    "--deduplication-producer-inactivity-timeout-minutes",
-    type=int,
-    metavar="N",
-    help="Forget a producer that was not used for N minutes; 0: never.",
-)
-@click.option(
-    "--log-flush-interval-messages", type=int, metavar="N", help="Sync the log after N messages; 1: at every commit."
-)
-@click.option(
-    "--log-flush-interval-ms", type=int, metavar="N", help="Sync the log N ms after a message; 0: at every commit."
-)
-@click.option(
-    "--deduplication-window-max-messages",
-    type=int,
-    metavar="N",
-    help="Forget a deduplication ID after N later messages.",
-)
-@click.option(
-    "--deduplication-window-max-bytes",
-    type=int,
-    metavar="N",
-    help="Forget the oldest IDs when all IDs have more than N bytes; -1: no limit.",
-)
-@click.option(
-    "--deduplication-window-max-minutes",
-    type=int,
-    metavar="N",
-    help="Forget an ID N minutes after its message; -1: no limit.",
-)
+@_number_options
 @common
 def set_values(name: str, address: str, as_json: bool, **values: Any) -> None:
-    """Set the given values, and keep the others. The values are in force and durable when the command ends."""
+    """Set the given values, and keep the other values. When the command ends, the new values are in force and
+    durable."""
     given = {key: value for key, value in values.items() if value is not None}
     if not given:
         raise click.UsageError("Give at least one value to set.")

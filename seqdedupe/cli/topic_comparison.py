@@ -1,4 +1,4 @@
-"""`seqdedupe publish --verify`: a file against all that the topic holds of its producer. Begin with `verify`."""
+"""`seqdedupe publish --verify`: compare a file with all messages of one producer in the topic. Begin with `verify`."""
 
 from collections.abc import Iterable, Iterator
 from heapq import merge
@@ -35,7 +35,8 @@ _HINT_NO_MESSAGES = (
 
 
 class Difference(NamedTuple):
-    """A difference: a record without a message, a message without a record, or a record and its message."""
+    """A difference between file and topic: a record without a message, a message without a record, or a record whose
+    message is different."""
 
     kind: str
     sequence_id: int
@@ -58,8 +59,9 @@ class Comparison:
         """Compare the records with the messages, in constant memory. Records and messages are both in the order of
         ascending sequence IDs.
 
-        A message whose sequence ID is not above all earlier IDs is out of order: the topic contains the message a
-        second time, or too late. That is possible if deduplication was off, or after the producer was reset.
+        A message whose sequence ID is not above all earlier IDs is out of order: the topic contains the message twice,
+        or stored the message too late. This happens if deduplication was off, or after an operator has reset the
+        producer.
         """
         expected, found = self._counted(records), self._rising(messages)
         record, message = next(expected, None), next(found, None)
@@ -152,8 +154,8 @@ class Comparison:
 
 
 def verify(client: Client, topic: str, name: str, records: Iterable[SourceRecord]) -> Comparison:
-    """Compare the records with all messages of that producer that are in the topic now. Publish nothing, and take over
-    no name."""
+    """Compare the records with all messages of that producer that are in the topic now. Publish nothing, and do not
+    fence the producer."""
     comparison = Comparison(topic, name)
     producer_name(name)
     count = client.partitions(topic)

@@ -1,7 +1,8 @@
 """The calls for operators: `Admin`. The types of topics and producers are messages of `admin.proto`.
 
-The functions after `Admin` make the calls that are streams. They export the watermarks and snapshots of a topic to a
-file and import such files, distribute a window of deduplication IDs over the partitions of a topic, and make backups.
+The functions after `Admin` make the streaming calls. These functions export watermarks and snapshots of a topic to a
+file, and import such files. They also distribute a window of deduplication IDs over the partitions of a topic, and make
+backups.
 """
 
 import asyncio
@@ -30,6 +31,7 @@ from seqdedupe.exports import (
 from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
+from seqdedupe.topic_facts import is_routed_by_key
 from seqdedupe.v1 import admin_pb2
 
 T = TypeVar("T")
@@ -74,7 +76,7 @@ class PolicyState(NamedTuple):
 
 @contextmanager
 def _making_a_request() -> Iterator[None]:
-    """Raise INVALID_REQUEST for an argument whose value does not fit into the field of the request."""
+    """Raise INVALID_REQUEST if an argument's value does not fit into its field of the request."""
     try:
         yield
     except ValueError as e:
@@ -88,9 +90,10 @@ def _state(answer: Any) -> PolicyState:
 class Admin:
     """The calls of `AdminService`.
 
-    Each call waits while its topic recovers. It raises UnavailableError if recovery or the answer takes over 30
-    seconds. With several sidecars, a call about one topic goes to the topic's owner, and any other call to one sidecar
-    that answers."""
+    Each call waits while its topic recovers. The call raises UnavailableError if the recovery or the answer takes more
+    than 30 seconds. With several sidecars, a call about one topic goes to the topic's owner, and any other call to one
+    sidecar that answers.
+    """
 
     def __init__(self, calls: ClientCalls) -> None:
         self._calls = calls
@@ -123,9 +126,9 @@ class Admin:
         if deduplication_mode not in MODES:
             raise error("INVALID_REQUEST", f"{deduplication_mode!r} is no mode: sequence-id and deduplication-id are")
         if deduplication_route not in ROUTES:
-            raise error("INVALID_REQUEST", f"{deduplication_route!r} is no deduplication route: id and key are")
+            raise error("INVALID_REQUEST", f"{deduplication_route!r} is not a deduplication route: use id or key")
         if entry_format not in _ENTRY_FORMATS:
-            raise error("INVALID_REQUEST", f"{entry_format!r} is no entry format: plain, packed and native are")
+            raise error("INVALID_REQUEST", f"{entry_format!r} is not an entry format: use plain, packed or native")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
         with _making_a_request():
@@ -152,8 +155,7 @@ class Admin:
         return (await self._calls.call(lambda sidecar: sidecar.admin.GetTopic, request)).topic
 
     async def topics(self) -> list[admin_pb2.Topic]:
-        """Return all topics, sorted by name, as one sidecar lists them. Raises an error if that sidecar cannot list all
-        topics."""
+        """Return one sidecar's list of all topics, sorted by name. Raises an error if the sidecar cannot list all."""
 
         async def all_pages(sidecar: SidecarConnection) -> list[admin_pb2.Topic]:
             topics: list[admin_pb2.Topic] = []
@@ -252,14 +254,14 @@ class Admin:
         return await self._calls.call(lambda sidecar: sidecar.admin.ResetProducer, request)
 
     async def cursors(self, topic: str) -> list[admin_pb2.TopicCursor]:
-        """Return the named cursors of a topic, by name. Raises NotFoundError."""
+        """Return the named cursors of a topic, sorted by name. Raises NotFoundError."""
         request = admin_pb2.ListCursorsRequest(topic=topic_name(topic))
         return list((await self._calls.call(lambda sidecar: sidecar.admin.ListCursors, request)).cursors)
 
     async def hold_cursor(self, topic: str, name: str, retention_in_mb: int) -> None:
-        """Make retention keep all messages after the cursor, while the log is at most `retention_in_mb` large. 0
-        removes this hold. Raises NotFoundError, InvalidRequestError. After UnavailableError the change may be in force
-        or not."""
+        """Make retention keep all messages after the cursor, as long as the log has at most `retention_in_mb` MB. With
+        0, retention no longer keeps messages for the cursor. Raises NotFoundError, InvalidRequestError. After
+        UnavailableError the change may be in force or not."""
         with _making_a_request():
             request = admin_pb2.SetCursorHoldRequest(
                 topic=topic_name(topic), name=name, hold_retention_in_mb=retention_in_mb
@@ -279,8 +281,8 @@ class Admin:
         return Position.from_proto((await self._calls.call(lambda sidecar: sidecar.admin.Snapshot, request)).position)
 
     async def export_watermarks(self, topic: str, path: Path) -> int:
-        """Write the highest persisted ID of every producer that has one to a file of watermarks. All IDs are read at
-        the same moment; messages published after that moment are not included.
+        """Write a file of watermarks: the highest persisted ID of every producer that has persisted messages. The
+        sidecar reads all IDs at one moment. Messages published after that moment are not included.
 
         Return the number of watermarks. The call holds all watermarks in memory. Raises NotFoundError,
         UnavailableError, OSError: after any of these errors an existing file is unchanged."""
@@ -366,7 +368,8 @@ class Admin:
         returns only after the copy.
 
         Raises NotFoundError, InvalidRequestError. After UnavailableError (MOVE_FAILED) the former owner still owns the
-        topic, or takes it over again."""
+        topic, or takes the topic over again.
+        """
         with _making_a_request():
             request = admin_pb2.MoveTopicRequest(topic=topic_name(topic), to=to)
         moved = await self._calls.call(lambda sidecar: sidecar.admin.MoveTopic, request, MOVE_TIMEOUT_SECONDS)
@@ -380,8 +383,8 @@ class Admin:
         offset: int = 0,
         limit: int = 0,
     ) -> admin_pb2.GetStatisticsResponse:
-        """Return the statistics of one sidecar, and the requested page of the sidecar's topics in the requested order:
-        see `GetStatisticsRequest`. Raises InvalidRequestError."""
+        """Return the statistics of one sidecar, and the requested page of the sidecar's topics in the requested order.
+        See `GetStatisticsRequest`. Raises InvalidRequestError."""
         with _making_a_request():
             request = admin_pb2.GetStatisticsRequest(search=search, order=order, offset=offset, limit=limit)
         return await self._calls.call(lambda sidecar: sidecar.admin.GetStatistics, request)
@@ -417,7 +420,7 @@ class Admin:
         await confirm_backups(self._calls, await self._spread_over(), request)
 
     async def _spread_over(self) -> list[str]:
-        """Return the addresses of the processes over which topics are spread; none if topics are not spread."""
+        """Return the addresses of the processes over which topics are spread; empty if topics are not spread."""
         try:
             return [one.name for one in await self.sidecars() if one.shards]
         except InvalidRequestError:
@@ -436,8 +439,8 @@ _BYTES_A_WATERMARK = 4 + 8
 
 
 async def export_watermarks(address: SidecarAddress, stub: Any, topic: str, path: Path) -> int:
-    """Export watermarks, see `Admin.export_watermarks`. The order of the file differs from the order of the sidecar's
-    stream, so all watermarks are held in memory."""
+    """Export watermarks, see `Admin.export_watermarks`. The file and the sidecar's stream have different orders, so the
+    function holds all watermarks in memory."""
     check_not_forked()
     marks: list[Watermark] = []
     with typed_errors(address):
@@ -471,8 +474,8 @@ async def import_window(address: SidecarAddress, stub: Any, topic: str, path: Pa
 
 
 async def _imported(method: Any, requests: Iterator[Any], field: str) -> int:
-    """Return this field of the answer. Raises DecodeError if its value differs from the same field of the last
-    request."""
+    """Return the value of this field in the answer. Raises DecodeError if the last request had a different value in the
+    field."""
     sent = 0
 
     def counted() -> Iterator[Any]:
@@ -568,23 +571,20 @@ class WindowOfPartition(NamedTuple):
     ids: int
 
 
-def check_route_is_known(whole: admin_pb2.Topic) -> None:
-    """Raise RECOVERING while the sidecar has not yet learned the topic's deduplication route."""
-    if whole.deduplication_mode == admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED:
-        raise error("RECOVERING", f"it is not known yet how messages of topic {whole.name} find their partitions")
-
-
 async def import_dealt_window(
     whole: admin_pb2.Topic,
     path: Path,
     look: Callable[[str], Awaitable[admin_pb2.Topic]],
     bring: Callable[[str, Path], Awaitable[int]],
 ) -> int:
-    """Import a window into a partitioned topic, and return the number of IDs. Partitions without IDs are not touched.
+    """Import a window into a partitioned topic, and return the number of IDs. A partition that receives no IDs does not
+    change.
 
     `look` returns the state of a topic. `bring` imports a file into a topic. Raises the errors of
-    `Admin.import_window`, with the number of partitions that already have their part. Raises INVALID_REQUEST if the
-    partition does not depend on the ID (route `key`), and RECOVERING while the route is unknown."""
+    `Admin.import_window`, with the number of partitions that already have their part. Raises INVALID_REQUEST for a
+    topic with the route `key`, where the ID does not determine the partition. Raises RECOVERING while the route is
+    unknown.
+    """
     # Imported here: it imports modules for archives and random numbers, which no other call of a client needs.
     from tempfile import TemporaryDirectory
 
@@ -606,11 +606,11 @@ async def import_dealt_window(
 
 
 def _check_id_leads(whole: admin_pb2.Topic) -> None:
-    check_route_is_known(whole)
+    by_key = is_routed_by_key(whole)
     if whole.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
-        why = f"topic {whole.name} is one of sequence IDs: no window of deduplication IDs goes into it"
+        why = f"topic {whole.name} is one of sequence IDs: a window of deduplication IDs cannot be imported into it"
         raise error("INVALID_REQUEST", why)
-    if whole.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
+    if by_key:
         raise error(
             "INVALID_REQUEST",
             f"messages of topic {whole.name} find their partitions by their keys. A window has no keys, and "
@@ -621,8 +621,8 @@ def _check_id_leads(whole: admin_pb2.Topic) -> None:
 
 
 def _check_takes(partition: admin_pb2.Topic) -> None:
-    """Raise TOPIC_IN_USE if the partition has messages and no imported window. The caller checks all AT_ONCE partitions
-    before it imports into the first of them."""
+    """Raise TOPIC_IN_USE if the partition has messages and no imported window. The caller imports into AT_ONCE
+    partitions at a time, and checks all of these first."""
     if partition.last.index >= 0 and not partition.window_imported:
         raise error("TOPIC_IN_USE", f"the window cannot be imported into topic {partition.name}: it has messages")
 
@@ -631,15 +631,15 @@ def _broken_off(e: SeqdedupeError, partition: str, done: int) -> SeqdedupeError:
     return error(
         e.reason,
         f"{partition}: {e.message} (in force in {counted(done, 'partition')} before it)",
-        hint=f"{e.hint} After that, import the same file again. What is already in force stays in force.",
+        hint=f"{e.hint} After that, import the same file again. Parts that are already in force stay in force.",
         retry_delay_ms=e.retry_delay_ms,
         **e.numbers,
     )
 
 
 def _dealt(whole: admin_pb2.Topic, path: Path, folder: Path, numbers: range) -> list[WindowOfPartition]:
-    """Write the parts of the partitions with these numbers, and return the parts that are not empty. Blocks the
-    thread."""
+    """Write the parts of the window for the partitions with these numbers. Return the parts that are not empty. Blocks
+    the thread."""
     paths = {number: folder / str(number) for number in numbers}
     with ExitStack() as files, closing(read_window(path)) as blocks:
         writers = {number: files.enter_context(writing_window(part)) for number, part in paths.items()}
@@ -663,8 +663,8 @@ Told = Callable[[list[admin_pb2.BackupResponse]], None]
 async def make_backups(
     calls: ClientCalls, processes: list[str], request: admin_pb2.BackupRequest, told: Told
 ) -> list[admin_pb2.BackupResponse]:
-    """Make backups, see `Admin.backup`. If `processes` is empty, the process at the client's first address makes the
-    only part."""
+    """Make the parts of a backup, see `Admin.backup`. If `processes` is empty, the backup has one part, which the
+    process at the client's first address makes."""
     check_not_forked()
     so_far: dict[int, admin_pb2.BackupResponse] = {}
 
@@ -690,7 +690,7 @@ async def make_backups(
 
 
 async def confirm_backups(calls: ClientCalls, processes: list[str], request: admin_pb2.ConfirmBackupRequest) -> None:
-    """Confirm backups, see `Admin.confirm_backup`. `processes` are the same as for `make_backups`."""
+    """Confirm all parts of a backup, see `Admin.confirm_backup`. `processes` are the same as for `make_backups`."""
     for sidecar in _connections(calls, processes):
         with typed_errors(sidecar.address):
             await sidecar.admin.ConfirmBackup(request)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, Self
 import grpc.aio
 import numpy as np
 
-from seqdedupe import wire
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import Binary
 from seqdedupe.client.connection import CALL_TIMEOUT_SECONDS, call, error_of_reason, new_channel, typed_errors
@@ -28,13 +27,26 @@ from seqdedupe.limits import MAX_BATCH_ROWS
 from seqdedupe.names import new_producer_name, topic_name
 from seqdedupe.v1 import dedupe_pb2
 from seqdedupe.v1.dedupe_pb2_grpc import DedupeServiceStub
+from seqdedupe.wire import alias
 
 # -- A broker's attachment to a topic: one stream, on which it replays, asks and reports.
 
 ATTACH = "/seqdedupe.v1.DedupeService/Attach"
 
+# The messages of `Attach` with columns as `bytes`.
+AttachRequest = alias(dedupe_pb2.AttachRequest)
+AttachResponse = alias(dedupe_pb2.AttachResponse)
+Begin = alias(dedupe_pb2.Begin)
+Check = alias(dedupe_pb2.Check)
+EndReplay = alias(dedupe_pb2.EndReplay)
+Register = alias(dedupe_pb2.Register)
+Release = alias(dedupe_pb2.Release)
+ReplayStep = alias(dedupe_pb2.Replay)
+Report = alias(dedupe_pb2.Report)
+Reset = alias(dedupe_pb2.Reset)
+
 REGISTER_NAMES = 16_384
-"""The most names in one message: 4 MiB if they have the maximum length."""
+"""The maximum number of names in one message. With names of the maximum length, the message has 4 MiB."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
 MAX_CHECKS = 256
@@ -48,7 +60,7 @@ class Range:
     """A message or batch that a broker received: the sequence IDs from `sequence_id` to `highest_sequence_id`. If
     `highest_sequence_id` is None, the range has the single ID `sequence_id`.
 
-    `passes` is set for an entry that is not a separate message: a marker, or a chunk other than the last chunk of its
+    `passes` is set for an entry that is not a complete message: a marker, or a chunk other than the last chunk of a
     message. The verdict of such an entry is always NOT_DUP. The sidecar ignores the entry's producer name and ID and
     records nothing.
     """
@@ -70,10 +82,9 @@ class Entry:
 
 
 class Attachment:
-    """A topic that a broker has attached, made by `BrokerClient.attach`. For one event loop. An attachment ends if a
-    second broker attaches the topic, the connection breaks, or a report is late. After the end, every call raises the
-    reason. The broker must stop writing to the topic, and attach it again.
-    """
+    """A topic that a broker has attached. `BrokerClient.attach` returns the attachment. Use it on one event loop. An
+    attachment ends if a second broker attaches the topic, the connection breaks, or a report is late. After the end,
+    every call raises the reason. The broker must stop writing to the topic, and attach it again."""
 
     def __init__(self, stream: Any, address: SidecarAddress) -> None:
         self.trim_position = b""
@@ -107,13 +118,13 @@ class Attachment:
                     await self._stream.initial_metadata()
                     # If the stream has ended already, the read below gives the reason.
                     with suppress(asyncio.InvalidStateError):
-                        await self._stream.write(wire.AttachRequest(begin=wire.Begin(topic=topic)))
+                        await self._stream.write(AttachRequest(begin=Begin(topic=topic)))
                     data = await self._stream.read()
             except TimeoutError as e:
                 raise error("UNREACHABLE", f"the sidecar at {self._address} does not answer") from e
         if data is grpc.aio.EOF:
             raise error("NOT_ATTACHED", f"the sidecar at {self._address} ended the stream at its beginning")
-        answer = wire.AttachResponse.FromString(data)
+        answer = AttachResponse.FromString(data)
         self._token = answer.attached.token
         self.trim_position = answer.trim_position
         self._tasks = [asyncio.ensure_future(self._send()), asyncio.ensure_future(self._receive())]
@@ -126,7 +137,7 @@ class Attachment:
         columns = self._columns([entry.range for entry in entries])
         positions = Binary.of_all([entry.position for entry in entries])
         previous = Binary.of_all([entry.previous_position for entry in entries])
-        replay = wire.Replay(
+        replay = ReplayStep(
             **columns,
             position_offsets=positions.offsets.tobytes(),
             positions=positions.data,
@@ -140,7 +151,7 @@ class Attachment:
 
     async def end_replay(self, last_position: bytes) -> None:
         """End the replay with the position of the log's last entry. Return when the sidecar answers checks."""
-        self._ask(end_replay=wire.EndReplay(last_position=last_position))
+        self._ask(end_replay=EndReplay(last_position=last_position))
         await asyncio.shield(self._ready)
 
     # -- publishing --------------------------------------------------------------------------------------------
@@ -149,9 +160,10 @@ class Attachment:
         """Return the verdicts of at most MAX_BATCH_ROWS ranges. The sidecar judges the ranges in the order of the
         calls. Then write the ranges with NOT_DUP to the log, in the same order.
 
-        Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, …: then the sidecar has admitted none of the
-        ranges, and the topic is still attached. Raises NOT_ATTACHED and other reasons if the attachment has ended. If
-        the call is cancelled, it is unknown which ranges were admitted: close the attachment and attach again.
+        Raises INVALID_NAME, INVALID_SEQUENCE_ID, OVERLAP, GAP, QUEUE_FULL, etc. After these errors, the sidecar has
+        admitted none of the ranges, and the topic is still attached. Raises NOT_ATTACHED and other reasons if the
+        attachment has ended. If the call is cancelled, it is unknown which ranges were admitted: close the attachment
+        and attach again.
         """
         self._check_not_ended()
         if not 1 <= len(ranges) <= MAX_BATCH_ROWS:
@@ -160,12 +172,12 @@ class Attachment:
         frame = next(self._frames)
         answered: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
         self._checks[frame] = answered
-        self._ask(checks=[wire.Check(frame=frame, **columns)])
+        self._ask(checks=[Check(frame=frame, **columns)])
         return await answered
 
     def persisted(self, position: bytes, count: int = 1) -> None:
-        """Report that the oldest `count` unreported admissions are in the log. `position` is the position of the last
-        of them."""
+        """Report that the oldest `count` unreported admissions are in the log. `position` is the log position of the
+        last of these admissions."""
         self._report(persisted=count, position=position)
 
     def failed(self, count: int = 1) -> None:
@@ -183,7 +195,7 @@ class Attachment:
             raise error("INVALID_REQUEST", f"{count} admissions are reported, and {in_flight} are in flight")
         unsent = self._to_send[-1].report if self._to_send and self._to_send[-1].HasField("report") else None
         if unsent is None or (persisted and unsent.failed):
-            what = wire.Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
+            what = Report(first_admission=self._reported, persisted=persisted, position=position, failed=failed)
             self._ask(report=what)
         else:
             # Extend the unsent report, which ends where the new report begins.
@@ -205,14 +217,14 @@ class Attachment:
                 f"{self._admitted - self._reported} admissions and {len(self._checks)} checks are in flight: report "
                 "them as failed before the reset",
             )
-        self._ask(reset=wire.Reset())
+        self._ask(reset=Reset())
 
     def release(self, producer_name: str) -> None:
-        """Release a producer name under which no producer publishes at present."""
+        """Release a producer name that no producer uses at present."""
         self._check_not_ended()
         handle = self._handles.pop(producer_name, None)
         if handle is not None:
-            self._ask(release=wire.Release(handles=np.array([handle], "<i4").tobytes()))
+            self._ask(release=Release(handles=np.array([handle], "<i4").tobytes()))
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -256,8 +268,7 @@ class Attachment:
     # -- messages ----------------------------------------------------------------------------------------------
 
     def _columns(self, ranges: Sequence[Range]) -> dict[str, bytes]:
-        """Return the columns of these ranges. Producer names that the sidecar does not have yet are registered
-        first."""
+        """Return the columns of these ranges. Register the producer names that the sidecar does not have yet first."""
         self._register(name for name in dict.fromkeys(one.producer_name for one in ranges if not one.passes))
         handles = self._handles
         columns = {
@@ -279,7 +290,7 @@ class Attachment:
         for first in range(0, len(new), REGISTER_NAMES):
             some = new[first : first + REGISTER_NAMES]
             encoded = Binary.of_all(all_encoded[first : first + REGISTER_NAMES])
-            register = wire.Register(
+            register = Register(
                 first_handle=self._registered,
                 producer_name_offsets=encoded.offsets.tobytes(),
                 producer_names=encoded.data,
@@ -289,7 +300,7 @@ class Attachment:
             self._registered += len(some)
 
     def _ask(self, **step: Any) -> None:
-        self._to_send.append(wire.AttachRequest(token=self._token, **step))
+        self._to_send.append(AttachRequest(token=self._token, **step))
         self._news.set()
 
     async def _send(self) -> None:
@@ -317,7 +328,7 @@ class Attachment:
         try:
             with typed_errors(self._address):
                 while (data := await self._stream.read()) is not grpc.aio.EOF:
-                    self._take(wire.AttachResponse.FromString(data))
+                    self._take(AttachResponse.FromString(data))
         except SeqdedupeError as e:
             why = e
         finally:
@@ -353,7 +364,8 @@ class Attachment:
 
 
 def _goes_with(step: Any, request: Any) -> bool:
-    """Return whether a step can be added to a message. A message's steps run in the order of its fields."""
+    """Return whether the protobuf message can carry one more step. The sidecar executes a message's steps in the order
+    of the message's fields."""
     kind = _last_step(step)
     return kind > _last_step(request) or (kind == CHECKS and len(request.checks) < MAX_CHECKS)
 
@@ -375,7 +387,8 @@ REPLAY_ROWS = 8192
 
 
 class ProducerNumbers(NamedTuple):
-    """The sequence IDs of one producer: the highest ID judged new, and the highest ID in the log. -1 means none."""
+    """Two sequence IDs of one producer: the highest ID with the verdict NOT_DUP, and the highest ID in the log. -1
+    means that there is no such ID."""
 
     pushed: int
     persisted: int
@@ -386,7 +399,8 @@ Replay = Callable[[bytes], AsyncIterator[Entry]]
 
 
 class BrokerClient:
-    """A broker's connection to its sidecar. Close it with `close`, or use it as an async context manager."""
+    """A broker's connection to its sidecar. Use the client as an async context manager, or close the client with
+    `close`."""
 
     def __init__(self, address: str, credentials: Credentials | None = None) -> None:
         """Make a client without connecting. By default `credentials` come from the environment. Raises INVALID_ADDRESS,
@@ -421,10 +435,10 @@ class BrokerClient:
         Call this only when all earlier writes to the topic have ended, and everything in the log is durable.
         `last_position` is the position of the log's last entry as the log itself reports it (empty: the log has no
         entry). By comparing this position with the replay, the sidecar detects a log whose last entries are lost.
-        Raises REPLAY_GAP, INVALID_NAME, and the error if the sidecar cannot be reached or refuses the topic. After an
+        Raises REPLAY_GAP, INVALID_NAME, and an error if the sidecar cannot be reached or refuses the topic. After an
         error the topic is not attached.
         """
-        stub: Any = self._connected().stream_stream(ATTACH, wire.AttachRequest.SerializeToString)
+        stub: Any = self._connected().stream_stream(ATTACH, AttachRequest.SerializeToString)
         attachment = Attachment(stub(wait_for_ready=False), self._address)
         try:
             after = await attachment.begin(topic_name(topic))

@@ -1,4 +1,4 @@
-"""The builder: checks a producer's messages, and gathers them into sealed batches."""
+"""The builder checks a producer's messages, and gathers the messages into sealed batches."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -24,10 +24,12 @@ from seqdedupe.limits import (
 )
 
 BATCH_OVERHEAD_BYTES = 512
-"""The most bytes of an encoded batch in addition to its rows: the producer, and the columns' tags and lengths."""
+"""The maximum size of the parts of an encoded batch other than rows, in bytes: the producer, and the tags and lengths
+of the columns."""
 
 ROW_OVERHEAD_BYTES = 33
-"""The most bytes of a row in addition to its payload, key and properties: its ID, times, offsets and bits."""
+"""The maximum size of the parts of a row other than payload, key and properties, in bytes: ID, times, offsets and bits.
+"""
 
 PROPERTY_OVERHEAD_BYTES = 8
 """The bytes of a property in addition to its name and value."""
@@ -98,8 +100,8 @@ class Builder:
         event_time: datetime | int | None,
         properties: Properties | None,
     ) -> tuple[PendingBatch, int]:
-        """Add a message, and return its batch and its row. An invalid message raises an error before anything is
-        changed."""
+        """Add a message. Return the batch and the row of the message. An invalid message raises an error before
+        anything is changed."""
         if type(payload) is bytes and key is None and event_time is None and not properties:
             # The fast path for a common message that fits into the batch: it combines the checks of `_append`.
             next_id = self.last_sequence_id + 1 if sequence_id is None else sequence_id
@@ -182,7 +184,7 @@ class Builder:
         self.leaving = None
 
     def next_id(self, sequence_id: int | None) -> int:
-        """Return the ID of the next message: `sequence_id`, or `last_sequence_id + 1` if it is None. Raises
+        """Return the ID of the next message: `sequence_id`, or `last_sequence_id + 1` if `sequence_id` is None. Raises
         INVALID_SEQUENCE_ID, NOT_ASCENDING."""
         try:
             sequence_id = self.last_sequence_id + 1 if sequence_id is None else operator.index(sequence_id)
@@ -193,7 +195,7 @@ class Builder:
         return sequence_id
 
     def sent(self, sequence_id: int) -> None:
-        """Note that a message with this ID is sent. Later messages must have higher IDs."""
+        """Record that a message with this ID is sent. Later messages must have higher IDs."""
         self._last_sent = sequence_id
         self.last_sequence_id = max(self.last_sequence_id, sequence_id)
 
@@ -294,8 +296,8 @@ def _id_column(sequence_ids: list[int]) -> Int64s:
 
 
 def _payload_column(payloads: Sequence[bytes | None]) -> Binary:
-    """Return the column of these payloads. A key column is omitted if no row has a key; the payload column is never
-    omitted, because rows without a payload must be marked."""
+    """Return the column of these payloads. The payload column is never omitted, because rows without a payload must be
+    marked. (A key column is omitted if no row has a key.)"""
     values = [payload if payload is None else _bytes_of("payload", payload) for payload in payloads]
     present = np.array([value is not None for value in values], np.uint8)
     validity = b"" if present.all() else np.packbits(present, bitorder="little").tobytes()

@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import grpc.aio
 
 from seqdedupe.address import DEFAULT_ADDRESS
-from seqdedupe.client.admin import Admin
 from seqdedupe.client.connection import ClientCalls, typed_errors
 from seqdedupe.client.credentials import Credentials
 from seqdedupe.client.cursor import Cursor, SidecarCursor
@@ -26,6 +26,9 @@ from seqdedupe.message_id import MessageId, Position, checked_index
 from seqdedupe.names import partition_name, topic_name
 from seqdedupe.v1 import batch_pb2, read_pb2
 
+if TYPE_CHECKING:
+    from seqdedupe.client.admin import Admin
+
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _SERVING = b"\x08\x01"
 """An encoded HealthCheckResponse with `status` (field 1) SERVING (1)."""
@@ -37,7 +40,8 @@ _MAX_INT64 = 2**63 - 1
 
 
 class TopicEnds(NamedTuple):
-    """The ends of a topic: the index of the first stored message, and the position of the last message ever stored."""
+    """The two ends of a topic: the index of the first message that is still stored, and the position of the last
+    message ever stored."""
 
     first_index: int
     last: Position
@@ -75,8 +79,14 @@ class Client:
         """The address as given."""
         self._connections = SharedConnections(self._sidecars)
         self._calls = ClientCalls(self._sidecars)
-        self.admin: Admin = Admin(self._calls)
+
+    @cached_property
+    def admin(self) -> "Admin":
         """The calls for operators."""
+        # Imported here: producers and readers do not need it.
+        from seqdedupe.client.admin import Admin
+
+        return Admin(self._calls)
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,13 +155,13 @@ class Client:
         on_waiting: OnWaiting | None = None,
     ) -> PartitionedReader:
         """Return a reader of all partitions of a topic, see `PartitionedReader`. `stop_indexes` contains the
-        `stop_index` for the `Reader` of each partition."""
+        `stop_index` of each partition, as for a `Reader`."""
         whole = topic_name(topic)
 
         async def ends() -> list[PartitionEnds]:
             count = await self.partitions(whole)
             if not count:
-                raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read it with a plain reader.")
+                raise error("INVALID_REQUEST", f"{whole} has no partitions", hint="Read the topic with a plain reader.")
             if stop_indexes is not None and len(stop_indexes) != count:
                 given = counted(len(stop_indexes), "index", "indexes")
                 what = f"stop_indexes has {given}, and {whole} has {counted(count, 'partition')}"
@@ -187,8 +197,8 @@ class Client:
         return TopicEnds(answer.first_index, Position.from_proto(answer.last))
 
     async def partitions(self, topic: str) -> int:
-        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError;
-        AccessDeniedError, which names the right to read if the caller has no right to the topic."""
+        """Return the number of partitions that a reader reads; 0 if the topic is not partitioned. Raises NotFoundError
+        and AccessDeniedError. If the caller has no right to the topic, AccessDeniedError names the right to read."""
         try:
             return (await self.admin.topic(topic)).partitions
         except AccessDeniedError as e:
@@ -198,15 +208,15 @@ class Client:
             raise
 
     async def locate_time(self, topic: str, publish_time_ms: int) -> Located:
-        """Locate the first message published at or after a time. If there is no such message, return the end of the
-        topic. Raises NotFoundError."""
+        """Return the index of the first message published at or after a time. If there is no such message, return the
+        end of the topic. Raises NotFoundError."""
         time_ms = min(max(publish_time_ms, -_MAX_INT64), _MAX_INT64)
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), publish_time_ms=time_ms))
 
     async def locate_bytes(self, topic: str, from_index: int, size_bytes: int) -> Located:
-        """Return an index such that the messages from `from_index` up to it have a stored size of about `size_bytes`.
-        The index is at least one message after `from_index`, unless `from_index` is the end of the topic. Raises
-        NotFoundError, PositionError, InvalidRequestError."""
+        """Return the index at which the messages from `from_index` on reach a stored size of about `size_bytes`. The
+        returned index is above `from_index`, unless `from_index` is the end of the topic. Raises NotFoundError,
+        PositionError, InvalidRequestError."""
         budget = read_pb2.ByteBudget(from_index=checked_index(from_index), bytes=min(size_bytes, _MAX_INT64))
         return await self._locate(read_pb2.LocateRequest(topic=topic_name(topic), byte_budget=budget))
 
@@ -229,8 +239,8 @@ class Client:
         return Located(answer.incarnation, answer.index)
 
     async def wait_ready(self, timeout_seconds: float) -> None:
-        """Wait until at least one of the client's sidecars reports that it is serving. Raises UnavailableError if none
-        does so within `timeout_seconds`."""
+        """Wait until at least one of the client's sidecars reports that it is serving. Raises UnavailableError if no
+        sidecar serves within `timeout_seconds`."""
         why = "it says NOT_SERVING"
         try:
             async with asyncio.timeout(timeout_seconds):

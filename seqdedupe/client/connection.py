@@ -29,8 +29,6 @@ from seqdedupe.client.listeners import (
 )
 from seqdedupe.client.route import OWNER_ADDRESS, Route, Sidecars
 from seqdedupe.errors import NEVER, REASONS, SeqdedupeError, UnavailableError, error
-from seqdedupe.v1 import admin_pb2, dedupe_pb2, read_pb2
-from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
 from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 from seqdedupe.wire import EMPTY
 
@@ -47,10 +45,9 @@ AUTHORIZATION = "authorization"
 
 class Channel(grpc.aio.Channel):
     """A channel whose calls and streams carry the token, if there is one. The token is read again when a call or stream
-    begins. The channel does not use gRPC's own call credentials, because they refuse connections without TLS, and every
-    message of a stream passes their interceptors. Before each call the channel calls `check`. Making a call raises
-    CREDENTIALS_UNAVAILABLE and the errors of `check`.
-    """
+    begins. The channel does not use gRPC's own call credentials for two reasons: they refuse connections without TLS,
+    and every message of a stream would pass through an interceptor. Before each call the channel calls `check`. So a
+    call can raise CREDENTIALS_UNAVAILABLE and the errors of `check`."""
 
     def __init__(self, channel: grpc.aio.Channel, credentials: Credentials, check: Callable[[], None]) -> None:
         self._channel = channel
@@ -102,7 +99,7 @@ class Channel(grpc.aio.Channel):
 
 
 def _keeping_status(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `make`, so that the status of each call is always the status that the other side sent."""
+    """Wrap `make`. The status of each call is then always the status that the other side sent."""
 
     def call(*args: Any, **options: Any) -> Any:
         made = make(*args, **options)
@@ -143,7 +140,7 @@ class _StatusKept:
 M = TypeVar("M", bound=Message)
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
-"""The longest answer accepted: all receipts of a commit round come in one."""
+"""The maximum size of an accepted answer. One answer may contain all receipts of a commit round."""
 
 CALL_TIMEOUT_SECONDS = 30.0
 """A unary call without an answer by then has an unknown outcome. This is longer than any wait inside the sidecar."""
@@ -195,27 +192,27 @@ _BREAKS_STREAM = {NOT_A_SIDECAR, "OUTCOME_UNKNOWN"}
 """The reasons of a stream's end if a component on the way ends it."""
 
 _OWN_LIMIT = "CLIENT: "
-"""The prefix of gRPC's details about a message that is larger than this side accepts or sends."""
+"""The prefix of gRPC's error text for a message that is larger than the limit of this side."""
 
 _SHORTEST_DELAY_SECONDS = 0.01
 
 MAY_BE_EMPTY = {
-    admin_pb2.DeleteCursorResponse,
-    admin_pb2.DeleteTopicResponse,
-    admin_pb2.ForgetSidecarResponse,
-    admin_pb2.ListCursorsResponse,
-    admin_pb2.ListInFlightResponse,
-    admin_pb2.ListProducersResponse,
-    admin_pb2.ListSidecarsResponse,
-    admin_pb2.ListTopicsResponse,
-    admin_pb2.SetCursorHoldResponse,
-    admin_pb2.SettleMoveResponse,
-    admin_pb2.TakeTopicResponse,
-    dedupe_pb2.DedupeServiceGetProducerResponse,
-    read_pb2.GetCursorResponse,
-    read_pb2.MoveCursorResponse,
+    "DeleteCursorResponse",
+    "DeleteTopicResponse",
+    "ForgetSidecarResponse",
+    "ListCursorsResponse",
+    "ListInFlightResponse",
+    "ListProducersResponse",
+    "ListSidecarsResponse",
+    "ListTopicsResponse",
+    "SetCursorHoldResponse",
+    "SettleMoveResponse",
+    "TakeTopicResponse",
+    "DedupeServiceGetProducerResponse",
+    "GetCursorResponse",
+    "MoveCursorResponse",
 }
-"""The answers to unary calls that have a meaning when they are empty. All other answers are never empty."""
+"""The answers to unary calls that have a meaning when they are empty, by name. All other answers are never empty."""
 
 _LOST = {
     grpc.StatusCode.ABORTED,
@@ -263,8 +260,8 @@ def check_not_forked() -> None:
 def new_channel(
     address: SidecarAddress, credentials: Credentials = NO_CREDENTIALS, *, is_one: bool = True, is_brief: bool = False
 ) -> grpc.aio.Channel:
-    """Return a channel with a separate connection. Set `is_one` if the client knows no other sidecar. With `is_brief`
-    the connection closes after some seconds without a call, and the next call opens it again.
+    """Return a channel with a separate connection. Set `is_one` if the client has the address of only one sidecar. With
+    `is_brief` the connection closes after some seconds without a call, and the next call opens the connection again.
 
     Raises INSECURE_ADDRESS if a token would be sent over a network unencrypted, and CREDENTIALS_UNAVAILABLE. If the
     token is sent unencrypted to a port of this machine, calls raise the errors of `check_listener`.
@@ -277,7 +274,9 @@ def new_channel(
     if tls is not None:
         channel = grpc.aio.secure_channel(str(address), tls, options=options)
     elif credentials.has_token and not (address.is_local or credentials.allow_insecure_token):
-        raise error("INSECURE_ADDRESS", f"there is a token, and no TLS to the sidecar at {address}: nothing was sent")
+        raise error(
+            "INSECURE_ADDRESS", f"there is a token, but no TLS connection to the sidecar at {address}: nothing was sent"
+        )
     else:
         channel = grpc.aio.insecure_channel(str(address), options=options)
 
@@ -338,9 +337,13 @@ async def answer_of(
         raise DecodeError("it cannot be decoded")
     if answer.ByteSize() or any(key == EMPTY for key, _ in await made.trailing_metadata() or ()):
         return answer
-    if type(answer) not in MAY_BE_EMPTY:
+    if answer.DESCRIPTOR.name not in MAY_BE_EMPTY:
         raise DecodeError(f"a {answer.DESCRIPTOR.name} is never empty")
-    version = await AdminServiceStub(channel).GetVersion(admin_pb2.GetVersionRequest(), timeout=timeout_seconds)
+    # Imported here: producers and readers do not need it.
+    from seqdedupe.v1.admin_pb2 import GetVersionRequest
+    from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+
+    version = await AdminServiceStub(channel).GetVersion(GetVersionRequest(), timeout=timeout_seconds)
     if version is None or not version.ByteSize():
         raise DecodeError(f"an empty {answer.DESCRIPTOR.name}, and no version")
     return answer
@@ -369,14 +372,14 @@ def typed_errors(address: SidecarAddress) -> Iterator[None]:
 
 
 def may_break_for_a_frame(failure: SeqdedupeError) -> bool:
-    """Return whether a frame may be the reason that a component between client and sidecar has ended a stream. The
-    function returns false if a component answers OK in the sidecar's place."""
+    """Return whether a component between client and sidecar may have ended a stream because of a frame. Return false if
+    a component answers OK in the sidecar's place."""
     return failure.reason in _BREAKS_STREAM and not isinstance(failure.__cause__, DecodeError)
 
 
 def error_of_reason(reason: str, message: str, retry_delay_ms: int, numbers: dict[str, str]) -> SeqdedupeError:
-    """Return the error for a sidecar's reason. A reason that this version does not know, from a newer sidecar, is kept
-    unchanged."""
+    """Return the error for a sidecar's reason. A newer sidecar may send a reason that this version does not define. The
+    error then contains that reason unchanged."""
     known = REASONS.get(reason)
     kind = known.kind if known else UnavailableError if retry_delay_ms >= 0 else SeqdedupeError
     hint = numbers.pop("hint", known.hint if known else "See the sidecar's list of errors.")
@@ -461,7 +464,7 @@ def _rich_details(failure: grpc.aio.AioRpcError) -> Sequence[Any]:
     if the rich status contradicts the plain status: a proxy that answers for the sidecar may send anything. Raises
     DecodeError.
 
-    `grpc_status.rpc_status` does the same, but would import much that a client does not need.
+    `grpc_status.rpc_status` does the same, but imports many modules that a client does not need.
     """
     for name, value in failure.trailing_metadata() or ():
         if name == _RICH_STATUS:
@@ -521,6 +524,9 @@ class SidecarConnection:
 
     @cached_property
     def admin(self) -> "AdminServiceAsyncStub":
+        # Imported here: producers and readers do not need it.
+        from seqdedupe.v1.admin_pb2_grpc import AdminServiceStub
+
         return AdminServiceStub(self.channel)
 
     @cached_property
@@ -529,7 +535,8 @@ class SidecarConnection:
 
 
 class ClientCalls:
-    """Makes the unary calls of one client. Keeps one connection to each sidecar that it calls. For one event loop."""
+    """Makes the unary calls of one client, and keeps one connection to each called sidecar. Use this object on one
+    event loop."""
 
     def __init__(self, sidecars: Sidecars) -> None:
         self._sidecars = sidecars
@@ -634,5 +641,5 @@ class ClientCalls:
 def _unknown_outcome(failure: UnavailableError) -> SeqdedupeError:
     """Return the error for a call that makes changes and may have been sent. A sidecar may have made the changes, and
     only the answer may be lost."""
-    what = f"the call may have reached the sidecar, and what it was to change may be in force: {failure.message}"
+    what = f"the call may have reached the sidecar, and the change may be in force: {failure.message}"
     return error("OUTCOME_UNKNOWN", what, hint=f"{_HINT_OF_CHANGES} {failure.hint}")

@@ -138,8 +138,9 @@ class Credentials:
         return _checked(token, "what the function for the token answers")
 
     def trusted_users(self) -> frozenset[int]:
-        """Return the numbers of the users of this machine to whom the client may send the token. They include the owner
-        of the token file, who can read the token anyway. Raises INVALID_CREDENTIALS."""
+        """Return the user numbers (UIDs) of the users of this machine to whom the client may send the token. The owner
+        of the token file is always among these users, because the owner can read the token anyway. Raises
+        INVALID_CREDENTIALS."""
         users = set() if self.sidecar_user is None else {user_of(self.sidecar_user)}
         if self.token_file is not None:
             with suppress(OSError):

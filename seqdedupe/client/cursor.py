@@ -1,7 +1,8 @@
 """Cursors: the contract of a cursor, and two kinds of cursor. A cursor stores the position up to which a reader has
 read a topic.
 
-One kind is stored in a file, the other by the sidecar. Each kind must pass the test suite tests/client/cursors.py.
+A `FileCursor` is stored in a file. A `SidecarCursor` is stored by the sidecar. Each kind must pass the test suite
+tests/client/cursors.py.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ def check(kept: Kept) -> None:
     """Raise INVALID_POSITION or INVALID_REQUEST for a value that a cursor cannot store."""
     position, note = kept
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
-        raise error("INVALID_POSITION", f"{position!r} is no position: its parts do not fit together")
+        raise error("INVALID_POSITION", f"{position!r} is not a position: its parts do not fit together")
     try:
         size = len(note.encode())
     except UnicodeEncodeError as e:
@@ -72,16 +73,18 @@ def check(kept: Kept) -> None:
 
 
 def moved(name: str, expected: Kept | None, found: Kept | None) -> SeqdedupeError:
-    """Return the error of a compare-and-set that finds a different value from the expected value."""
+    """Return the error of a compare-and-set whose expected value differs from the stored value."""
     there = "nothing" if found is None else f"the position {found.position}"
     wanted = "nothing" if expected is None else f"{expected.position}"
     if found and expected and found.position == expected.position:
         there += " with another note"
-    return error("CURSOR_MOVED", f"the cursor {name} keeps {there}, and not {wanted}: somebody else has moved it")
+    return error(
+        "CURSOR_MOVED", f"the cursor {name} keeps {there}, and not {wanted}: another process has moved the cursor"
+    )
 
 
 class CursorMoves:
-    """Moves a cursor for its only owner. This class recognizes the owner's own moves, even if the answer to a move was
+    """Moves a cursor that only this object moves. This class recognizes its own moves, even if the answer to a move was
     lost."""
 
     def __init__(self, cursor: Cursor) -> None:
@@ -96,8 +99,8 @@ class CursorMoves:
         return self.kept
 
     async def move(self, new: Kept) -> None:
-        """Store `new`. Raises the errors of `compare_and_set`. CURSOR_MOVED is raised only if the stored value does not
-        come from one of this owner's moves."""
+        """Store `new`. Raises the errors of `compare_and_set`. CURSOR_MOVED is raised only if another owner has stored
+        the current value."""
         while True:
             try:
                 await self._cursor.compare_and_set(self.kept, new)
@@ -139,8 +142,8 @@ class FileCursor(Cursor):
 
     Calls raise:
 
-    - INVALID_OPTION: the folder does not exist, or the path is a folder. (If the folder is missing because its disk is
-      not mounted, that disk may contain a cursor.)
+    - INVALID_OPTION: the folder does not exist, or the path is a folder. (The folder is not created: it may be missing
+      because its disk is not mounted, and that disk may contain a cursor.)
     - OSError: the file system refuses the call for another reason.
     - CURSOR_DAMAGED: a byte of the file differs from the byte that was written.
     - NEWER_FORMAT: a newer version wrote the file.
@@ -166,8 +169,9 @@ class FileCursor(Cursor):
 
     @contextmanager
     def _locked(self) -> Iterator[Path]:
-        """Lock out every other process and thread, even if they reach the file by another link. Yield the path of the
-        file that the link points to. When a process ends, the operating system releases its lock."""
+        """Lock out every other process and thread, even if another thread or process opens the file by another link.
+        Yield the path of the file that the link points to. When a process ends, the operating system releases its lock.
+        """
         path = self._file
         lock = path.with_name(f".{path.name}.lock")
         try:

@@ -79,7 +79,7 @@ def unreachable(address: SidecarAddress, details: str) -> SeqdedupeError:
         hint = next((hint for sign, hint in _HINTS.items() if sign in details), None)
         return error("UNREACHABLE", f"no connection to the sidecar at {address}: {details}", hint=hint)
     if (hint := hint_of_http(details)) is not None:
-        return error("UNREACHABLE", f"{address} did not let the call through to the sidecar: {details}", hint=hint)
+        return error("UNREACHABLE", f"{address} did not pass the call to the sidecar: {details}", hint=hint)
     return error("UNREACHABLE", f"the sidecar at {address}, or the way to it, broke off: {details}")
 
 
@@ -199,7 +199,7 @@ def _own_connections() -> Iterator[tuple[Place, Place]]:
 
 @cache
 def _way_to_look() -> Looking | None:
-    """Return the fastest method that finds a socket known to exist; None if no method does."""
+    """Return the fastest method that finds a test socket; None if no method finds this socket."""
     here = IPv4Address("127.0.0.1")
     with socket.create_server((str(here), 0)) as known:
         for looking in (over_netlink, in_tables):
@@ -271,7 +271,7 @@ def in_tables() -> Iterator[Look]:
 
 
 def _written(host: Host, port: int) -> bytes:
-    """Return the place in the format of these tables: in words of the machine's byte order."""
+    """Return the address and port in the format of the tables in `/proc`: in words of the machine's byte order."""
     words = (host.packed[begin : begin + 4] for begin in range(0, len(host.packed), 4))
     return b"".join(b"%08X" % int.from_bytes(word, sys.byteorder) for word in words) + b":%04X" % port
 

@@ -1,4 +1,4 @@
-"""The types of what readers receive: stored batches and their messages. Also contains the base class of all readers."""
+"""The types of the batches and messages that readers receive, and the base class of all readers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
@@ -33,7 +33,7 @@ class StoredBatch:
 
     @property
     def payloads(self) -> list[bytes | None]:
-        """The payloads of all rows, cut out of the batch at the first use. Cutting them out one by one would take
+        """The payloads of all rows, cut out of the batch at the first use. Cutting out one payload at a time would take
         several times as long."""
         if self._payloads is None:
             self._payloads = self.batch.payloads.rows(len(self))

@@ -1,8 +1,8 @@
 """The sequence IDs of a producer of a partitioned topic. The IDs rise over all partitions together.
 
-Begin with `Numbering`. `SettledIds` tracks the ID up to which everything is settled in all partitions, and each batch
+Begin with `Numbering`. `SettledIds` tracks the ID up to which all messages are settled in all partitions. Each batch
 carries this ID (`Partition.mark`). After a crash, the producer's source must be sent again from this ID on.
-`complete_up_to` reads the ID from the producer's last messages.
+`complete_up_to` finds this ID in the producer's last messages.
 """
 
 import threading
@@ -43,8 +43,8 @@ async def complete_up_to(sidecars: Sidecars, producer_name: str, last: Iterable[
     """Return the highest ID up to which everything is settled, according to the last messages of the producer in each
     partition. Return -1 if no message contains such an ID.
 
-    Messages that retention has trimmed are ignored. The result may then be lower, and the source only resends more
-    messages than necessary.
+    Messages that retention has trimmed are ignored. The result may then be lower. In that case the source resends more
+    messages than necessary, which does no harm.
     """
     highest = NO_SEQUENCE_ID
     for one in last:
@@ -83,8 +83,8 @@ class SettledIds:
         self._last_sent = self._resumed_after = sequence_id
 
     def sent(self, first_id: int, batches: Iterable[PendingBatch], last_id: int) -> None:
-        """Note that messages with the IDs from `first_id` to `last_id` have begun these batches. IDs rise from call to
-        call."""
+        """Record that messages with the IDs from `first_id` to `last_id` have begun these batches. IDs ascend from call
+        to call."""
         with self._lock:
             self._begun.extend((first_id, pending) for pending in batches)
             self._last_sent = max(self._last_sent, last_id)
@@ -104,7 +104,7 @@ class SettledIds:
 
 
 class Partition(NamedTuple):
-    """The partition to which a producer's part sends, with the settled IDs of all partitions."""
+    """One partition of a partitioned producer. `settled` are the settled IDs of all partitions."""
 
     number: int
     settled: SettledIds
@@ -134,7 +134,8 @@ class Numbering:
         return self._ids.last_sequence_id
 
     def resume(self, complete_up_to: int, highest_persisted: int) -> None:
-        """Continue after `complete_up_to`. The IDs from there up to `highest_persisted` may or may not be stored."""
+        """Continue after the ID `complete_up_to`. The IDs above it, up to `highest_persisted`, may or may not be
+        stored."""
         self.resumed_after = complete_up_to
         self._highest_persisted = highest_persisted
         self._ids.last_sequence_id = complete_up_to
@@ -153,7 +154,7 @@ class Numbering:
             raise error(
                 "INVALID_REQUEST",
                 f"producer {self._name!r} goes on after sequence ID {self.resumed_after}, and some messages up to "
-                f"{self._highest_persisted} are stored already: these have to be sent again with their sequence IDs",
+                f"{self._highest_persisted} are stored already: send these messages again with their sequence IDs",
                 hint=f"Give sequence IDs until {self._highest_persisted} is passed. To skip what was not stored, "
                 "begin above it.",
                 resumed_after=self.resumed_after,
@@ -165,7 +166,7 @@ class Numbering:
         return partition_of(key, self._encoded_name, self._partitions)
 
     def sent(self, sequence_id: int, begun: Sequence[PendingBatch]) -> None:
-        """Note that a message with this ID was sent. If the message has begun a new batch, `begun` contains that
+        """Record that a message with this ID was sent. If the message has begun a new batch, `begun` contains that
         batch."""
         self._ids.sent(sequence_id)
         self.settled.sent(sequence_id, begun, sequence_id)
@@ -190,7 +191,7 @@ class Numbering:
         return [(int(k), np.flatnonzero(of_rows == k)) for k in np.unique(of_rows)]
 
     def sent_batch(self, batch: Batch, begun: Sequence[PendingBatch]) -> None:
-        """Note that a batch was sent, divided into the batches `begun`."""
+        """Record that a batch was sent. The batch was divided into the batches `begun`."""
         first, last = int(batch.sequence_ids[0]), int(batch.sequence_ids[-1])
         self._ids.sent(last)
         self.settled.sent(first, begun, last)

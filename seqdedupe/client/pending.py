@@ -1,4 +1,4 @@
-"""A batch that is being sent, with its receipts and its result.
+"""A batch that is being sent, with the batch's receipts and result.
 
 Begin with `PendingBatch`. The classes before it hold the columns of a receipt and of a result. The classes after it are
 the receipts that senders await, and the state of a frame that all senders share (`InFlightBatch`, `Breaks`).
@@ -7,7 +7,7 @@ the receipts that senders await, and the state of a frame that all senders share
 import asyncio
 import itertools
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -38,8 +38,7 @@ class Verdict(IntEnum):
     """A copy of the message is in flight, and the outcome of that copy is not known yet."""
 
 
-@dataclass(slots=True)
-class ReceiptColumns:
+class ReceiptColumns(NamedTuple):
     """A receipt of the sidecar for one frame, see `Receipt` in `publish.proto`."""
 
     verdicts: npt.NDArray[np.uint8]
@@ -58,11 +57,12 @@ class ReceiptColumns:
     run_batch_indexes: Int32s
     durable_at: int = 0
     """0: the rows are durable. Otherwise the rows are durable when the topic is durable up to this index."""
-    imported_rows: npt.NDArray[np.uint32] = field(default_factory=lambda: NO_ROWS)
+    imported_rows: npt.NDArray[np.uint32] = NO_ROWS
 
     @staticmethod
     def all_stored(first_index: int, first_message_id: MessageId, durable_at: int = 0) -> "ReceiptColumns":
-        """Return the receipt of the most common case: all rows of the frame are new, and form one run."""
+        """Return the receipt of a frame in the most common case: all rows of the frame are new, and the stored rows
+        form one run."""
         return ReceiptColumns(_NO_VERDICTS, first_index, first_message_id, *_NOTHING_KNOWN, *_ONE_RUN, durable_at)
 
     @property
@@ -77,7 +77,7 @@ class ReceiptColumns:
         return self._runs().columns()
 
     def cut(self, first: int, stop: int) -> "ReceiptColumns":
-        """Return the receipt of the rows from `first` to before `stop`, as if they had been a separate frame."""
+        """Return the receipt of the rows from `first` to before `stop`, as if these rows had been a separate frame."""
         verdicts = self.verdicts[first:stop]
         before, rows = first, stop - first  # stored rows only
         if len(verdicts):
@@ -148,8 +148,9 @@ class Published:
     earlier receipts (see `Receipt.until_durable`).
 
     With `DUP`, `message_id` and `index` identify the original message. If the sidecar no longer knows the original
-    message, they are None and -1. DUP with an index proves that this sequence ID was stored. DUP without an index
-    proves only that the ID is at or below `persisted`: a message with this ID may never have been sent before.
+    message, `message_id` is None and `index` is -1. DUP with an index proves that this sequence ID was stored. DUP
+    without an index proves only that the ID is at or below `persisted`: a message with this ID may never have been sent
+    before.
     """
 
     verdict: Verdict
@@ -197,7 +198,7 @@ class BatchResult:
     def all_stored(
         sequence_ids: Int64s, first_index: int, first_message_id: MessageId, partition: int
     ) -> "BatchResult":
-        """Return the result of messages that are all new, and one run."""
+        """Return the result of a batch whose messages are all new and form one run."""
         rows = len(sequence_ids)
         steps = np.arange(rows, dtype=np.int64)
         return BatchResult(
@@ -219,7 +220,7 @@ class BatchResult:
         return result
 
     def put(self, rows: Int64s, other: "BatchResult") -> None:
-        """Set these rows from the rows of another result, in the same order."""
+        """Copy another result into these rows, in the same order."""
         for column in fields(self):
             getattr(self, column.name)[rows] = getattr(other, column.name)
 
@@ -385,7 +386,7 @@ class PendingBatch:
         _tell(self._waiters)
 
     def become_durable(self) -> None:
-        """Note that the messages of the batch are durable, or that the batch has failed."""
+        """Record that the messages of the batch are durable, or that the batch has failed."""
         self.batch = self._collected = None
         self.durable = True
         _tell(self._waiters_until_durable)
@@ -472,7 +473,8 @@ async def _called_by(when: Callable[[Callable[[], None]], None]) -> None:
 
 
 class SpreadBatch:
-    """One batch that was split over partitions. A receipt refers to it instead of a `PendingBatch`."""
+    """One batch that was split over partitions. A receipt of such a batch refers to a `SpreadBatch` instead of a
+    `PendingBatch`."""
 
     def __init__(self, sequence_ids: Int64s, parts: list[tuple[Int64s, PendingBatch]]) -> None:
         self._sequence_ids = sequence_ids
@@ -647,9 +649,9 @@ class Breaks:
         return self._count >= SUSPECT_BREAKS
 
     def add(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> bool:
-        """Count another broken connection, and return whether to give up the frame. `is_alone`: the sidecar had
-        accepted the stream, and no other frame was in flight. If the frame was alone on the last connections, the frame
-        is the likely cause. Then `why` gets a hint, for callers that give up before this limit."""
+        """Count another broken connection, and return whether to give up the frame. `is_alone` is true if the sidecar
+        had accepted the stream, and no other frame was in flight. If the frame was alone on the last connections, the
+        frame is the likely cause. Then the method adds a hint to `why`, for callers that give up before this limit."""
         self._count += 1
         if not is_alone:
             self._alone = 0

@@ -36,7 +36,7 @@ LONGEST_LINGERS = 5
 
 
 class BatchLinger:
-    """Decides whether a batch has waited long enough for more messages. The caller asks every `seconds`."""
+    """Decides whether a batch has waited long enough for more messages. The caller calls `is_over` every `seconds`."""
 
     def __init__(self, linger_ms: float) -> None:
         self.seconds = linger_ms / 1000
@@ -46,7 +46,7 @@ class BatchLinger:
         self._lingers = 0
 
     def is_over(self, batch: PendingBatch, rows: int) -> bool:
-        """Return whether this batch, with `rows` messages, need not wait any more.
+        """Return whether this batch of `rows` messages need not wait any longer.
 
         That is the case if few messages have arrived since the last call, or if the batch has waited for the maximum
         time.
@@ -114,7 +114,7 @@ class TopicProducer:
         self.builder = self._new_builder()
 
     def give_up(self) -> None:
-        """Note that the producer could not be started."""
+        """Record that the producer could not be started."""
         self._state = "closed"
 
     def check_open(self) -> None:
@@ -231,7 +231,8 @@ class ProducerBase:
 
     @property
     def last_sequence_id(self) -> int:
-        """The highest sequence ID sent. Before the first message: `persisted_sequence_id`. -1 if there is none."""
+        """The highest sequence ID that was sent. Before the first message, the value is `persisted_sequence_id`. -1
+        means that there is no ID."""
         return self._sends.last_sequence_id
 
     @property
@@ -319,7 +320,7 @@ class AsyncTopicProducer(TopicProducer):
         self.builder.seal()
 
     def begin_batch(self) -> None:
-        """Start the wait of a batch that has received its first message. That batch may be full already."""
+        """Start the linger time of a batch that has received its first message. That batch may be full already."""
         if self.builder.is_empty:
             return
         loop = asyncio.get_running_loop()
@@ -433,9 +434,9 @@ class Producer(ProducerBase):
       still become durable. A new producer of the same name waits until the outcome is settled, and its
       `last_sequence_id` is then the ID after which the source must continue.
 
-    In a partitioned topic the producer sends to all partitions. A message with a key goes to the partition of its key.
-    A message without a key goes to the partition of the producer's name. `persisted_sequence_id` is then the highest ID
-    up to which everything is persisted. Send all messages of the source after this ID again, with their sequence IDs;
+    In a partitioned topic the producer sends to all partitions. The key of a message selects the partition. If a
+    message has no key, the producer's name selects the partition. `persisted_sequence_id` is then the highest ID up to
+    which everything is persisted. Send all messages of the source after this ID again, with their sequence IDs;
     messages that are already persisted are answered DUP. If sending to one partition fails, the producer accepts no
     further messages. Messages sent earlier to other partitions still get receipts.
 

@@ -78,7 +78,7 @@ _SHORTEST_WAIT_SECONDS = 0.01
 
 
 class Session:
-    """One producer name on one topic. All of it runs on one event loop.
+    """The session of one producer name on one topic. All methods run on one event loop.
 
     connecting --> opening --> serving        `_run`, again and again: `_connect` is all three
          ^            |           |
@@ -156,7 +156,7 @@ class Session:
             raise self._of_another_loop()
 
     def _of_another_loop(self) -> SeqdedupeError:
-        what = f"producer {self.name!r} was opened on another event loop than this one, and belongs to it"
+        what = f"producer {self.name!r} was opened on another event loop, and can only be used there"
         return error("INVALID_REQUEST", what, hint="Open, use and close a producer on one event loop.")
 
     def add(self, pending: PendingBatch) -> None:
@@ -296,8 +296,8 @@ class Session:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
 
     def _of_resume(self, failure: SeqdedupeError) -> SeqdedupeError:
-        """Return the session's failure if the session cannot be resumed. The refusal of a resume does not reveal what
-        happened to messages sent earlier: their outcome is unknown."""
+        """Return the session's failure if the session cannot be resumed. The refusal of a resume contains no
+        information about messages sent earlier, so the outcome of these messages is unknown."""
         if self._epoch is not None:
             of_known_topic(failure)
         if not isinstance(failure, AccessDeniedError) or self._is_starting or self.is_idle:
@@ -342,7 +342,9 @@ class Session:
             if (doubted := self._route.doubted(e)) is not e:
                 raise doubted from e
             if self._epoch is not None and e.reason in ("INVALID_EPOCH", "TOPIC_NOT_FOUND"):
-                raise error("DATA_LOSS", f"the sidecar does not know the session that it gave: {e.message}") from e
+                raise error(
+                    "DATA_LOSS", f"the sidecar does not know the session that it has opened: {e.message}"
+                ) from e
             raise
         self._check_term(opened.term)
         is_forgotten = opened.is_forgotten
@@ -363,8 +365,8 @@ class Session:
         self._epoch = opened.epoch
 
     def _check_term(self, term: int) -> None:
-        """Raise NOT_OWNER if this sidecar answers with a lower term than another sidecar has: this sidecar is not the
-        owner. If all sidecars answer with a lower term, `SendQueue.open` decides what is lost."""
+        """Raise NOT_OWNER if this sidecar answers with a lower term than another sidecar: this sidecar is then not the
+        owner. If all sidecars answer with a lower term, `SendQueue.open` decides which messages are lost."""
         if term >= self.queue.term:
             self._older.clear()
             return

@@ -1,4 +1,4 @@
-"""The client's calls of `PublishService`: the frames and answers of a stream, and the opening of sessions.
+"""The client's calls of `PublishService`: streams that send frames and receive answers, and calls that open sessions.
 
 Begin with `exchange`, which runs a stream. `Openings` starts and resumes sessions.
 """
@@ -6,7 +6,6 @@ Begin with `exchange`, which runs a stream. `Openings` starts and resumes sessio
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -72,7 +71,8 @@ def decode_answer(raw: bytes, rows_of: Callable[[int], int | None]) -> StreamAns
 
 
 def _usual_answer(raw: bytes) -> StreamAnswer | None:
-    """Decode an answer of fixed width, the usual form, in a fraction of the time. Return None for any other answer."""
+    """Decode an answer in its usual form, which has a fixed width, much faster than the general decoder. Return None
+    for any other answer."""
     end = len(raw) - wire.STATE.size
     if end < 0 or end % wire.ALL_NEW.size:
         return None
@@ -244,8 +244,7 @@ MAX_RESUMED_NAMES = 2_048
 MiB."""
 
 
-@dataclass(frozen=True, slots=True)
-class OpenedSession:
+class OpenedSession(NamedTuple):
     """The answer of `Open` for one name."""
 
     incarnation: int
@@ -258,12 +257,12 @@ class OpenedSession:
     is_forgotten: bool
 
 
-@dataclass(slots=True, eq=False)
 class _Waiting:
-    name: str
-    epoch: int | None
-    answer: asyncio.Future[OpenedSession]
-    goes_alone: bool = False
+    def __init__(self, name: str, epoch: int | None, answer: asyncio.Future[OpenedSession]) -> None:
+        self.name = name
+        self.epoch = epoch
+        self.answer = answer
+        self.goes_alone = False
 
 
 class Openings:
@@ -288,7 +287,7 @@ class Openings:
         return await waiting.answer
 
     async def close(self) -> None:
-        """End the call in progress, for which no caller waits any more."""
+        """Cancel the call in progress. No caller waits for this call any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -322,7 +321,8 @@ class Openings:
             self._task = None
 
     def _take_some(self) -> list[_Waiting]:
-        """Return the next names that can share one call: all new or all resumed, and no name twice.
+        """Return the next names that can share one call. One call contains only new or only resumed sessions, and no
+        name twice.
 
         Names whose waiter was cancelled are skipped: opening such a name would take the name from its current owner.
         """

@@ -1,7 +1,8 @@
 """A publisher: sends batches of messages with deduplication IDs, and resends a batch until all messages have receipts.
 
 Begin with `Publisher`, at the end. A `Delivery` sends to one topic. A `PartitionedDelivery` has one `Delivery` for each
-partition. `TopicHistory` detects that the current topic is not the topic that gave earlier receipts."""
+partition. `TopicHistory` detects if the topic was replaced since earlier receipts.
+"""
 
 import asyncio
 import os
@@ -10,16 +11,14 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import datetime
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.batch import NO_INT64S, Batch, Binary, Int64s
-from seqdedupe.client.admin import check_route_is_known
 from seqdedupe.client.builder import (
     BATCH_OVERHEAD_BYTES,
     Builder,
@@ -55,7 +54,9 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name
-from seqdedupe.v1 import admin_pb2
+
+if TYPE_CHECKING:
+    from seqdedupe.v1 import admin_pb2
 
 # -- Delivery of batches with deduplication IDs to a topic: each batch is resent until all of it has its receipt.
 
@@ -69,15 +70,15 @@ _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 1.0
 
 
-@dataclass(slots=True, eq=False)
 class _Call:
-    """The batch of one call, until all rows of the batch have receipts."""
+    """The batch of one `send` call. The object exists until all rows of the batch have receipts."""
 
-    batch: Batch
-    size_bytes: int
-    done: "asyncio.Future[BatchResult]"
-    result: BatchResult | None = None
-    breaks: Breaks = field(default_factory=Breaks)
+    def __init__(self, batch: Batch, size_bytes: int, done: "asyncio.Future[BatchResult]") -> None:
+        self.batch = batch
+        self.size_bytes = size_bytes
+        self.done = done
+        self.result: BatchResult | None = None
+        self.breaks = Breaks()
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
         """Add this receipt to the result. Return the result if it is complete."""
@@ -89,9 +90,9 @@ class _Call:
 
 
 class TopicHistory:
-    """The facts about a topic from the topic's receipts. If a receipt contradicts these facts, it comes from an older
-    copy of the topic's log, or from a topic that was recreated under the same name. Receipts arrive in any order, and a
-    duplicate has the index of its original message. So a low index alone proves nothing."""
+    """The facts about a topic, collected from the topic's receipts. A receipt that contradicts these facts comes from
+    an older copy of the topic's log, or from a topic that was recreated under the same name. Receipts arrive in any
+    order, and a duplicate has the index of its original message. So a low index alone proves nothing."""
 
     def __init__(self) -> None:
         self.has_receipts = False
@@ -104,7 +105,7 @@ class TopicHistory:
         self._next_indexes: list[int] = []
 
     def begin_stream(self) -> None:
-        """Note that answers from now on belong to requests that were sent after all receipts so far."""
+        """Begin a new stream: its requests are sent after all earlier receipts have arrived."""
         self._floor = self._durable_index
 
     def take(self, incarnation: int, term: int, durable_index: int) -> None:
@@ -161,7 +162,7 @@ class Delivery:
         topic: str,
         on_waiting: OnWaiting | None,
         timeout_seconds: float | None,
-        describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
+        describe: "Callable[[], Awaitable[admin_pb2.Topic]] | None" = None,
     ) -> None:
         self.topic = topic
         self._describe = describe
@@ -214,14 +215,14 @@ class Delivery:
             await asyncio.gather(*self._passed_on)
 
     def abandon(self) -> None:
-        """End the work, from any thread, if no caller can close the delivery any more."""
+        """End the work because no caller can close the delivery any more. May be called from any thread."""
         if self._task is not None:
             self._task.get_loop().call_soon_threadsafe(self._task.cancel)
         if self._spread is not None:
             self._spread.abandon()
 
     async def send(self, batch: Batch) -> BatchResult:
-        """Send the batch, and return when its messages are in the log. Raises as `Publisher.send_batch`."""
+        """Send the batch until its messages are in the log. Raises the errors of `Publisher.send_batch`."""
         self._check_is_open()
         size_bytes = BATCH_OVERHEAD_BYTES + sum(map(len, batch.encoded_parts()))
         if size_bytes > MAX_BATCH_BYTES:
@@ -301,7 +302,7 @@ class Delivery:
                 doubted = self._route.doubted(failure)
                 if not isinstance(doubted, UnavailableError):
                     if failure.reason == "TOPIC_NOT_FOUND" and self._history.has_receipts:
-                        why = f"the sidecar does not know the topic of which it gave receipts: {failure.message}"
+                        why = f"the sidecar does not know the topic for which it has sent receipts: {failure.message}"
                         failure = error("DATA_LOSS", why)
                     self._fail(failure)
                     return
@@ -315,8 +316,10 @@ class Delivery:
         """Make a delivery for each partition of the topic, and pass the waiting calls on to them."""
         if self._describe is None:
             raise error("TOPIC_IS_PARTITIONED", f"{self.topic} is partitioned")
+        from seqdedupe.topic_facts import is_routed_by_key  # only for partitioned topics
+
         found = await self._describe()
-        check_route_is_known(found)
+        by_key = is_routed_by_key(found)
         if not found.deduplication_route:
             hint = "Publish with a producer: `client.producer(topic, name)`."
             raise error("INVALID_BATCH", f"{self.topic} takes no deduplication IDs", hint=hint)
@@ -327,12 +330,13 @@ class Delivery:
         for part in parts:
             part._has_begun = True
             part.open()
-        self._spread = spread = PartitionedDelivery(parts, found.deduplication_route)
+        self._spread = spread = PartitionedDelivery(parts, by_key=by_key)
         self._passed_on = [asyncio.create_task(_pass_on(call, spread)) for call in self._ready]
         self._ready.clear()
 
     async def _connect(self) -> None:
-        """Send frames and handle answers until the stream ends. Calls that have no receipt by then are sent again."""
+        """Send frames and handle answers until the stream ends. Batches without a receipt are then sent again over the
+        next stream."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
         try:
@@ -359,7 +363,7 @@ class Delivery:
                 await channel.close()
 
     def _broke(self, why: SeqdedupeError) -> None:
-        """Count a broken connection for each call in flight. A call alone on too many broken connections ends."""
+        """Count a broken connection for each call in flight. A call that was alone on too many of them fails."""
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
@@ -439,9 +443,9 @@ class Delivery:
             self._news.set()
 
     def _check_history(self, answer: StreamAnswer) -> None:
-        """Check an answer before any of its receipts counts. Raises DATA_LOSS. Raises NOT_OWNER if this sidecar, but
-        not every sidecar, answers with a lower term than before: such a sidecar is a former owner, which answers
-        duplicates from memory."""
+        """Check an answer before its receipts are accepted. Raises DATA_LOSS. Raises NOT_OWNER if this sidecar, but not
+        every sidecar, answers with a lower term than before: such a sidecar is a former owner, which answers duplicates
+        from memory."""
         history = self._history
         if answer.term >= history.term:
             self._older.clear()
@@ -507,18 +511,20 @@ class Delivery:
 
 
 class PartitionedDelivery:
-    """Spreads the batches of a publisher over the partitions. The open deliveries are given in order."""
+    """Spreads the batches of a publisher over the partitions. `parts` are the open deliveries to the partitions, in
+    order."""
 
-    def __init__(self, parts: Sequence[Delivery], route: int) -> None:
+    def __init__(self, parts: Sequence[Delivery], *, by_key: bool) -> None:
         self._parts = parts
-        self._by_key = route == admin_pb2.DEDUPLICATION_ROUTE_KEY
+        self._by_key = by_key
 
     async def send(self, batch: Batch) -> BatchResult:
         """Send a batch, and return when all of its messages are in the log. Raises the error of the first partition
         that failed. The messages of other partitions may then be in the log; they are answered DUP if sent again.
         Raises INVALID_BATCH if a key is missing."""
-        if self._by_key:
-            self._check_keys(batch)
+        if self._by_key and (absent := [row for row in range(len(batch)) if not batch.keys.is_there(row)]):
+            why = f"row {absent[0]} has no key, but in this topic the key selects the partition"
+            raise error("INVALID_BATCH", why, hint="Give every message a key.")
         some = self._rows_by_partition(batch)
         sent = await asyncio.gather(
             *(self._parts[k].send(batch.take(rows)) for k, rows in some), return_exceptions=True
@@ -533,12 +539,6 @@ class PartitionedDelivery:
             result.put(rows, outcome)
             result.partitions[rows] = k
         return result
-
-    def _check_keys(self, batch: Batch) -> None:
-        for row in range(len(batch)):
-            if not batch.keys.is_there(row):
-                why = f"row {row} has no key, by which messages find their partitions in this topic"
-                raise error("INVALID_BATCH", why, hint="Give every message a key.")
 
     def _rows_by_partition(self, batch: Batch) -> list[tuple[int, Int64s]]:
         column = batch.keys if self._by_key else batch.deduplication_ids
@@ -597,7 +597,7 @@ class Publisher:
         topic: str,
         on_waiting: OnWaiting | None = None,
         delivery_timeout_seconds: float | None = DELIVERY_TIMEOUT_SECONDS,
-        describe: Callable[[], Awaitable[admin_pb2.Topic]] | None = None,
+        describe: "Callable[[], Awaitable[admin_pb2.Topic]] | None" = None,
     ) -> None:
         self.topic: str = topic_name(topic)
         config = ProducerConfig(delivery_timeout_seconds=delivery_timeout_seconds)  # the timeout is validated here
@@ -619,7 +619,7 @@ class Publisher:
         await self._delivery.close()
 
     def abandon(self) -> None:
-        """End the work, from any thread, if no caller can close the publisher any more."""
+        """End the work because no caller can close the publisher any more. May be called from any thread."""
         self._delivery.abandon()
 
     async def send(
@@ -637,8 +637,9 @@ class Publisher:
         when it is resent. A second call without an ID sends a different message.
 
         Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
-        These errors end the publisher: AccessDeniedError, NotFoundError, DamagedError, and DataLossError if the topic
-        contradicts earlier receipts."""
+        After AccessDeniedError, NotFoundError, DamagedError or DataLossError, the publisher has ended. DataLossError
+        means that the topic contradicts earlier receipts.
+        """
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]
         result = await self.send_batch(
@@ -685,7 +686,7 @@ def _column(ids: Ids | None, rows: int) -> Binary:
             bad = np.flatnonzero((sizes < 1) | (sizes > MAX_DEDUPLICATION_ID_BYTES))[0]
             why = f"the deduplication ID of row {bad} has {sizes[bad]} bytes"
             raise error("INVALID_DEDUPLICATION_ID", f"{why}: it should have 1 to {MAX_DEDUPLICATION_ID_BYTES}")
-    raise error("INVALID_BATCH", f"deduplication_ids has not one value a row, of which there are {rows}")
+    raise error("INVALID_BATCH", f"deduplication_ids must have one value for each of the {rows} rows")
 
 
 def _encoded(one: object) -> bytes:

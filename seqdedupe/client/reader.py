@@ -1,5 +1,5 @@
-"""The reader of a topic or of a topic's partitions. It delivers messages in order, and skips and repeats none after a
-reconnect."""
+"""The reader of a topic or of a topic's partitions. It delivers messages in order. After a reconnect it neither skips
+nor repeats a message."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -237,7 +237,8 @@ class Reader(Messages):
         return True
 
     def _doubt(self, misfit: SeqdedupeError) -> None:
-        """Accept no further answers from this stream. `fetch` opens another stream."""
+        """Accept no further answers from the current stream, because an answer was inconsistent. `fetch` then opens
+        another stream."""
         self._misfits.append(misfit)
         self._is_misled = True
         self._records.clear()
@@ -400,7 +401,8 @@ class Reader(Messages):
         self._incarnation = incarnation
 
     def _skip(self, first_index: int, next_index: int) -> None:
-        """Note the indexes that the sidecar skips. After a reconnect the sidecar may report some of them again."""
+        """Record the indexes that the sidecar skips. After a reconnect the sidecar may report some of these indexes
+        again."""
         expected = first_index if self._next_index is None else self._next_index
         if first_index > expected:
             raise self._not_the_next(f"{first_index} to {next_index - 1} were skipped", first_index)
@@ -471,7 +473,7 @@ class PartitionedPosition(NamedTuple):
     def parse(text: str) -> "PartitionedPosition":
         """Parse the text of a position that `str()` returned. Raises INVALID_POSITION."""
         if not text.startswith(_FORM):
-            what = f"{text[:80]!r} is no position in a partitioned topic, as {_FORM}123@45,…"
+            what = f"{text[:80]!r} is not a position in a partitioned topic, such as {_FORM}123@45,…"
             raise error("INVALID_POSITION", what, hint=_PARTITIONED)
         return PartitionedPosition(tuple(Position.parse(one) for one in text.removeprefix(_FORM).split(",")))
 
@@ -480,7 +482,8 @@ PartitionedStart = PartitionedPosition | Literal["earliest", "latest"]
 
 
 class PartitionEnds(NamedTuple):
-    """Two positions of a partition: before its first stored message, and after its last message."""
+    """Two positions of a partition: before the partition's first stored message, and after the partition's last
+    message."""
 
     earliest: Position
     latest: Position
@@ -494,9 +497,9 @@ class PartitionedReader(Messages):
     readers of all partitions have ended; with `follow` it never ends. `message.partition` is the partition of a
     message. To continue later, start at `position`.
 
-    `Client.partitioned_reader` makes a partitioned reader. `ends` looks up the ends of all partitions; `part` makes the
-    reader of one partition. Raises the errors of `Reader`; INVALID_REQUEST for a topic without partitions;
-    INVALID_POSITION for a position with a different number of partitions.
+    `Client.partitioned_reader` makes a partitioned reader. The function `ends` looks up the ends of all partitions, and
+    the function `part` makes the reader of one partition. A reader raises the errors of `Reader`, INVALID_REQUEST for a
+    topic without partitions, and INVALID_POSITION for a position with a different number of partitions.
     """
 
     def __init__(
@@ -523,8 +526,8 @@ class PartitionedReader(Messages):
 
     @property
     def position(self) -> PartitionedPosition | None:
-        """The positions after the last message returned of each partition. Before the first read: the start position,
-        or None if there is none."""
+        """The position of each partition, after the last message returned from the partition. Before the first read:
+        the start position; None without a start position."""
         if not self._readers:
             return self._start if isinstance(self._start, PartitionedPosition) else None
         each = zip(self._readers, self._starts, strict=True)
@@ -532,7 +535,7 @@ class PartitionedReader(Messages):
 
     @property
     def skipped(self) -> dict[int, list[range]]:
-        """With `skip_damaged`: the indexes of the messages skipped, in order, for each partition."""
+        """With `skip_damaged`, this contains the indexes of skipped messages, in order, for each partition."""
         return {k: reader.skipped for k, reader in enumerate(self._readers)}
 
     def has_in_hand(self) -> bool:

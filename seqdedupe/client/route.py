@@ -1,4 +1,4 @@
-"""Decides which sidecar the client asks. Only this module makes this decision; it does no I/O.
+"""Decides which sidecar the client asks. No other module makes this decision. This module does no I/O.
 
 Begin with `Sidecars`, the sidecars given to a client, and `Route`, which contains the sidecar to ask now.
 `WaitingNotice` notifies the user if no sidecar answers.
@@ -9,9 +9,8 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
-from typing import Self
+from typing import NamedTuple, Self
 
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.credentials import NO_CREDENTIALS, Credentials
@@ -38,12 +37,11 @@ Addresses = str | Sequence[str]
 
 _DOMAIN = "*."
 _LABEL = r"[a-z0-9_]([a-z0-9_-]*[a-z0-9_])?"
-_HOST = re.compile(rf"{_LABEL}(\.{_LABEL})*")
-"""A plain host name, without characters that have a special meaning for gRPC."""
+_HOST = rf"{_LABEL}(\.{_LABEL})*"
+"""A plain host name, without characters that have a special meaning for gRPC. Compiled at the first use."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sidecars:
+class Sidecars(NamedTuple):
     """The sidecars in front of one log. `str()` returns a text that `parse` reads."""
 
     addresses: tuple[SidecarAddress, ...]
@@ -66,7 +64,9 @@ class Sidecars:
         addresses = tuple(SidecarAddress.parse(text) for text in texts if not text.startswith(_DOMAIN))
         domains = tuple(_domain(text) for text in texts if text.startswith(_DOMAIN))
         if not addresses:
-            raise error("INVALID_ADDRESS", f"{given!r} has no sidecar's address: a client has to begin with one")
+            raise error(
+                "INVALID_ADDRESS", f"{given!r} contains no sidecar's address: a client needs at least one address"
+            )
         return cls(tuple(dict.fromkeys(addresses)), tuple(dict.fromkeys(domains)), credentials)
 
     def __str__(self) -> str:
@@ -95,15 +95,15 @@ class Sidecars:
         if address in self.addresses:
             return address
         # A host such as `elsewhere.org#.example.org` ends with the domain, but gRPC would connect to the first part.
-        is_host = _HOST.fullmatch(address.host) is not None
+        is_host = re.fullmatch(_HOST, address.host) is not None
         return address if is_host and any(address.host.endswith("." + domain) for domain in self.domains) else None
 
 
 def _domain(text: str) -> str:
     domain = text.removeprefix(_DOMAIN).lower()
     # A domain that ends in a number would be part of an IP address.
-    if not _HOST.fullmatch(domain) or domain.rpartition(".")[2].isdecimal():
-        raise error("INVALID_ADDRESS", f"{text!r} is not a domain: it should be as *.example.org, without a port")
+    if not re.fullmatch(_HOST, domain) or domain.rpartition(".")[2].isdecimal():
+        raise error("INVALID_ADDRESS", f"{text!r} is not a domain: it should be like *.example.org, without a port")
     return domain
 
 
@@ -141,7 +141,7 @@ class WaitingNotice:
         self._since: float | None = None
 
     def waits(self, why: UnavailableError) -> None:
-        """Note that the wait begins, or continues."""
+        """Record that the wait begins, or continues."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if self._since is None:
@@ -151,7 +151,7 @@ class WaitingNotice:
             loop.call_soon(self._on_waiting, why)
 
     def goes_on(self) -> None:
-        """Note that the wait is over."""
+        """Record that the wait is over."""
         self._since = None
 
 
@@ -233,17 +233,18 @@ class Route:
         return not self._is_over
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
-        """Convert an error of the sidecar at `address`. A sidecar that does not know the topic may not have received it
-        yet. A sidecar without the topic's state may get the state from the owner. So these errors become NOT_OWNER
-        until all listed sidecars have returned such an error. The error of a sidecar that owns the topic's shard is
-        final and is not converted."""
+        """Convert an error of the sidecar at `address`. If a sidecar does not know the topic, the topic may still be
+        moving to this sidecar. A sidecar without the topic's state may get the state from the owner. So these errors
+        become NOT_OWNER until all listed sidecars have returned such an error. The error of a sidecar that owns the
+        topic's shard is final and is not converted."""
         if e.reason not in _IS_DOUBTED or self.is_one or _IS_SURE in e.numbers:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
 
     def goes_well(self) -> None:
-        """Note a success with the sidecar at `address`. After the next error, all sidecars may be asked again."""
+        """Record a successful call to the sidecar at `address`. After the next error, all sidecars may be asked
+        again."""
         if self._said or self._unknown_to:
             self._said.clear()
             self._unknown_to.clear()
@@ -258,7 +259,7 @@ class Route:
 
     @property
     def passes(self) -> bool:
-        """Whether a sidecar asked in this round has returned a reason that lasts only a short time."""
+        """Whether a sidecar asked in this round has returned an error that is likely to pass soon."""
         return not self.is_one and any(self._said[address].reason in _PASSES for address in self._asked)
 
     def told(self) -> UnavailableError:
@@ -286,7 +287,7 @@ class Route:
 
     def _owner(self, why: UnavailableError) -> SidecarAddress | None:
         """Return the owner that a sidecar has named, if the client may connect to that address. The restriction is
-        needed because the client would send its credentials there."""
+        needed because the client sends its credentials to that address."""
         named = why.numbers.get(OWNER_ADDRESS, "") if why.reason == "NOT_OWNER" else ""
         owner = self._sidecars.allowed(named) if named else None
         if named and owner is None and named != self._ignored:

@@ -76,7 +76,8 @@ class SendQueue:
         self._gave_up = False  # a batch without a receipt was dropped
 
     def __len__(self) -> int:
-        """Return the number of batches in the queue. Each of them, or an earlier batch, is not durable."""
+        """Return the number of batches in the queue. A batch leaves the queue when this batch and all earlier batches
+        are durable."""
         return len(self._entries)
 
     @property
@@ -179,7 +180,7 @@ class SendQueue:
         self._highest_receipt = max(self._highest_receipt, entry.last_sequence_id)
 
     def _forget_history(self, persisted: int) -> None:
-        """Forget earlier messages and answers. The links of batches still to be sent begin at `persisted`."""
+        """Forget earlier messages and answers. The first batch above `persisted` then has the link `persisted`."""
         self._opened, self._highest_receipt, self._last_queued = persisted, NO_SEQUENCE_ID, NO_SEQUENCE_ID
         for entry in self._entries:
             if not entry.durable:
@@ -196,7 +197,7 @@ class SendQueue:
             )
             raise error(
                 "DATA_LOSS",
-                "the sidecar answers with an older state than before, or with that of another topic: "
+                "the sidecar answers with an older state than before, or with the state of another topic: "
                 f"persisted sequence ID {persisted} (at least {floor} before){''.join(others)}",
                 persisted=persisted,
                 persisted_before=floor,
@@ -281,7 +282,7 @@ class SendQueue:
             self._let_go()
 
     def durable_up_to(self, index: int) -> None:
-        """Note that all messages of the topic below this index are durable."""
+        """Record that all messages of the topic below this index are durable."""
         self._durable_index = max(self._durable_index, index)
         if self.is_all_durable:
             return
@@ -301,7 +302,7 @@ class SendQueue:
 
     def asks_for_resume(self, frame: int, refusal: SeqdedupeError) -> bool:
         """Return whether this refusal may mean that the topic has forgotten the producer. Only a resume shows whether
-        that is so.
+        the topic has done so.
 
         The refusal has this meaning in two cases. The topic does not know the session's epoch. Or the topic lacks the
         predecessor of the first message without a receipt, although that predecessor had a receipt.
@@ -331,8 +332,8 @@ class SendQueue:
         self.fail(refusal, pending)
 
     def broke(self, why: SeqdedupeError, now_seconds: float, *, is_alone: bool) -> None:
-        """Count a broken connection. `is_alone`: the only frame in flight was a frame of this producer. If a frame was
-        alone on too many broken connections, its batch and all later batches fail."""
+        """Count a broken connection. `is_alone` is true if the only frame in flight was a frame of this producer. If a
+        frame was alone on too many broken connections, its batch and all later batches fail."""
         if self._unanswered and self.breaks.add(why, now_seconds, is_alone=is_alone):
             (pending,) = self._unanswered.values()
             self.held_up(why)
@@ -340,7 +341,8 @@ class SendQueue:
             self.fail(self.outcome_unknown(self.breaks.why(what, pending.size_bytes)), pending)
 
     def put_back(self, frame: int) -> None:
-        """Note that a frame was not admitted because of other producers. A frame that is not in flight is ignored."""
+        """Return a frame to the queue: the sidecar refused the combined frame because of other producers. A frame that
+        is not in flight is ignored."""
         if self._unanswered.pop(frame, None) is None:
             return
         self.counters.frames_refused += 1
@@ -348,7 +350,8 @@ class SendQueue:
         self.must_rewind = True
 
     def held_up(self, why: SeqdedupeError | None) -> None:
-        """Record the reason why no batch becomes durable, for callers that wait. None: batches become durable again."""
+        """Record the reason why no batch becomes durable, for callers that wait. None means that batches become durable
+        again."""
         if why is not self.last_refusal:
             self.last_refusal = why
             for entry in self._entries:

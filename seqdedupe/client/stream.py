@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import grpc.aio
@@ -46,8 +46,8 @@ class ProducerFrame(Generic[S]):
 
 
 def parts_of(parts: Sequence[ProducerFrame[S]]) -> list[list[ProducerFrame[S]]]:
-    """Return the frames to send, in this order. Neighbouring parts may be combined into one frame, which contains each
-    producer at most once."""
+    """Return the frames that contain these parts, in the same order. Adjacent parts may be combined into one frame,
+    which contains each producer at most once."""
     if len(parts) == 1:
         return [[*parts]]
     frames: list[list[ProducerFrame[S]]] = []
@@ -98,8 +98,8 @@ def _whole(batches: Sequence[Batch]) -> Batch:
 
 
 def _filled(columns: Sequence[Int64s], rows: Sequence[int], none: int) -> Int64s:
-    """Return one column for all batches. A batch without the column is filled with `none`. Empty if no batch has the
-    column."""
+    """Return one column for all batches. The rows of a batch without the column get the value `none`. The result is
+    empty if no batch has the column."""
     if not any(map(len, columns)):
         return NO_INT64S
     return np.concatenate(
@@ -121,8 +121,8 @@ def _offsets(columns: Sequence[Int32s], rows: Sequence[int], ends: Sequence[int]
 
 
 def _joined(columns: Sequence[Binary], rows: Sequence[int]) -> Binary:
-    """Return one column for all batches, with absent values for a batch without the column. Empty if no batch has the
-    column."""
+    """Return one column for all batches. In a batch without the column, all values are absent. The result is empty if
+    no batch has the column."""
     if not any(columns):
         return Binary()
     offsets = _offsets([column.offsets for column in columns], rows, [len(column.data) for column in columns])
@@ -144,8 +144,9 @@ ANSWER_TIMEOUT_SECONDS = 30.0
 """If frames are in flight and no answer comes for this time, the connection counts as broken."""
 
 FULL_MESSAGE_BYTES = 160 * 1024
-"""Frames that are ready together go out in one message until it has this size. A larger message gains nothing, and
-keeps the sidecar waiting. Even with the largest batch added, it is far below the sidecar's limit."""
+"""Frames that are ready at the same time are sent in one message until the message has this size. A larger message is
+not more efficient, and delays the sidecar. Even with the largest batch added, the message is far below the sidecar's
+limit."""
 
 SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES // 2
 """A message above this size does not wait for further frames: waiting would cost more than combining saves."""
@@ -158,13 +159,13 @@ SLOT_SECONDS = 1.0
 reached its limit of streams."""
 
 SOON_SECONDS = 10.0
-"""A component that ends a stream because of a frame does so by then. A later end is a time-out, and says nothing about
-the frame."""
+"""If a component ends a stream because of a frame, it does so within this time. A stream that ends later has timed out,
+and the frame is not the cause."""
 
 
 MAX_OLD_ANSWERS = 1000
-"""The most answers in a row with a lower term than an earlier one. A takeover of the topic leaves fewer in flight. More
-mean that the earlier term was wrong."""
+"""The maximum number of consecutive answers with a lower term than an earlier answer. After a takeover of the topic,
+fewer such answers are in flight. If there are more, the earlier term was wrong."""
 
 
 class Answers(NamedTuple):
@@ -204,18 +205,18 @@ class Sender(Protocol):
         this session leaves the stream."""
 
 
-@dataclass(slots=True, eq=False)
 class Seat:
-    """The place of a sender on a stream, while the stream sends for it."""
+    """A sender's place on a stream. It exists as long as the stream sends the sender's frames."""
 
-    sender: Sender
-    leaving: asyncio.Future[None]
-    """The future that ends the seat."""
-    is_ready: bool = False
-    """Whether the sender waits for its turn, because it may have something to send."""
-    goes_alone: bool = False
-    """Whether the sender's frames are not combined with other frames. This ends when one of its frames has a
-    receipt."""
+    def __init__(self, sender: Sender, leaving: asyncio.Future[None]) -> None:
+        self.sender = sender
+        self.leaving = leaving
+        """The future that ends the seat."""
+        self.is_ready = False
+        """Whether the sender waits for its turn, because it may have something to send."""
+        self.goes_alone = False
+        """Whether the sender's frames are not combined with other frames. This ends when one of its frames has a
+        receipt."""
 
     @property
     def is_taken(self) -> bool:
@@ -230,12 +231,12 @@ class Seat:
             self.leaving.exception()
 
 
-@dataclass(slots=True, eq=False)
 class StreamChannel:
     """A connection, and the number of publish streams open over it."""
 
-    channel: grpc.aio.Channel
-    streams: int = 0
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self.channel = channel
+        self.streams = 0
 
 
 class PublishStream:
@@ -324,7 +325,7 @@ class PublishStream:
             self._not_durable.discard(seat)
 
     def ready(self, sender: Sender) -> None:
-        """Put the sender into the queue for a turn. A sender calls this when it may have something new to send."""
+        """Put the sender into the queue of senders. A sender calls this when it may have a new frame to send."""
         if (seat := self._seats.get(sender)) is not None:
             self._queue(seat)
 
@@ -380,7 +381,7 @@ class PublishStream:
         if not await self._is_taken(CALL_TIMEOUT_SECONDS - SLOT_SECONDS):
             others = first.streams + second.streams - (self._link is not None)
             if not others:
-                raise error("UNREACHABLE", f"the sidecar at {self._address} does not take a stream")
+                raise error("UNREACHABLE", f"the sidecar at {self._address} does not accept a stream")
             raise error(
                 "TOO_MANY_STREAMS",
                 f"the connection to {self._address} has no free stream: {others} are open, and the sidecar, or a proxy "
@@ -422,7 +423,7 @@ class PublishStream:
         return [self._frame_of(some) for some in parts_of(parts)]
 
     def _add_ready(self, parts: list[ProducerFrame[Seat]]) -> bool:
-        """Add the frames that are ready now to this message. Return whether there were any."""
+        """Add the frames that are ready now to this message. Return whether any frame was added."""
         if not self._out:
             self._answered_at = asyncio.get_running_loop().time()
         before = len(parts)
@@ -495,8 +496,8 @@ class PublishStream:
                 self._not_durable.discard(seat)
 
     def _check_old_answers(self, term: int) -> None:
-        """End a stream on which only answers with an old term arrive. If the higher term of the earlier `Open` was
-        wrong, the next answers to `Open` will show this."""
+        """End a stream on which only answers with an old term arrive. If the higher term in the earlier answer to
+        `Open` was wrong, the next answers to `Open` will have the lower term too."""
         self._old_answers += 1
         if self._old_answers > MAX_OLD_ANSWERS:
             what = f"{self._address} goes on to answer with term {term}, lower than {self._term} before"
@@ -549,20 +550,20 @@ def _of(seat: Seat, told: dict[Seat, Answers]) -> Answers:
 # of streams of a connection, and publish streams may use all streams of the first connection.
 
 _CONNECTION_IS_LOST = {"UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN"}
-"""The reasons of a stream's end if its connection is lost or silent, or a component on the way has ended it. Another
-connection may avoid that."""
+"""The reasons with which a stream ends if its connection is lost or silent, or if a component between client and
+sidecar has ended the stream. Another connection may help."""
 
 _Place = tuple[asyncio.AbstractEventLoop, SidecarAddress]
 
 
-@dataclass(slots=True, eq=False)
 class _Shared:
-    """Two connections to a sidecar, and their publish streams by topic."""
+    """Two connections to one sidecar, and the publish streams over these connections, by topic."""
 
-    first: StreamChannel
-    second: StreamChannel
-    streams: dict[str, PublishStream] = field(default_factory=dict)
-    users: int = 0
+    def __init__(self, first: StreamChannel, second: StreamChannel) -> None:
+        self.first = first
+        self.second = second
+        self.streams: dict[str, PublishStream] = {}
+        self.users = 0
 
 
 class SharedConnections:

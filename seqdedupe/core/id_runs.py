@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from seqdedupe.core.id_table import NOWHERE, same
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, load32, start
 from seqdedupe.format.headers import key_of, siphash
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, shl64
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, for_kernels, kernel, load32, shl64
+from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, ROWS, start
 
 # -- Pieces of a window's chunks, as snapshots keep them.
 
@@ -44,7 +44,7 @@ class Piece:
         return self.first_index + len(self.sizes)
 
     def fits(self) -> bool:
-        """Whether the sizes add up to the bytes of the IDs, and the piece lies in its chunk."""
+        """Whether the sizes add up to the number of bytes of the IDs, and the piece is inside its chunk."""
         whole = len(self.ids) == int(self.sizes.sum(dtype=np.int64)) and 0 <= self.chunk_index <= self.first_index
         return bool(whole and len(self.sizes) and self.sizes.min() > 0)
 
@@ -135,14 +135,15 @@ def filter_of(ids: int) -> Int64s:
 
 
 def entries_of(pieces: list[Piece], first_index: int, key: Int64s) -> RunEntries:
-    """Return the IDs of consecutive pieces. This takes long; it may run in any thread."""
+    """Return the IDs of consecutive pieces. The call takes a long time, and may run in any thread."""
     sizes = np.concatenate([piece.sizes for piece in pieces])
     deltas = np.arange(len(sizes), dtype=np.int64) + (pieces[0].first_index - first_index)
     return entries_with(sizes, deltas, np.concatenate([piece.ids for piece in pieces]), key)
 
 
 def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
-    """Return the IDs in pages. Each page comes with the distance of its run's first index from that of the new run."""
+    """Return the IDs in pages. Each item of `pages` is a page, and the distance from the new run's first index to the
+    first index of the page's run."""
     sizes, deltas, ids = [], [], []
     for page, base in pages:
         rows = int.from_bytes(page[:PAGE_HEAD], "little")
@@ -153,7 +154,7 @@ def entries_in(pages: list[tuple[bytes, int]], key: Int64s) -> RunEntries:
 
 
 def entries_with(sizes: Uint8s, deltas: Int64s, ids: Uint8s, key: Int64s) -> RunEntries:
-    """Return entries for IDs that lie one after the other. This takes long; it may run in any thread."""
+    """Return the entries of IDs that are stored contiguously. The call takes a long time, and may run in any thread."""
     offsets = np.zeros(len(sizes) + 1, np.int64)
     np.cumsum(sizes, dtype=np.int64, out=offsets[1:])
     hashes = np.empty(len(sizes), np.int64)
@@ -209,8 +210,8 @@ def fill_pages(
 ) -> int:
     """Write the IDs in this order, from place `first` on, as pages into `out`.
 
-    At most as many pages are written as `ends` and `first_hashes` have elements; no page is empty. `ends` gets the end
-    of each page, and 0 after the last one. Return the place before which all IDs are in pages.
+    The number of pages is at most the number of elements of `ends` and `first_hashes`. No page is empty. `ends`
+    receives the end of each page, and 0 after the last page. Return the place before which all IDs are in pages.
     """
     at = first
     begin = 0
@@ -293,7 +294,8 @@ def find(page: Bytes, raw: Bytes, places: Int64s, row: int) -> int:
 
 
 def parts_of(runs: list[IdRun], pages: int) -> Iterator[tuple[int | None, int | None]]:
-    """Cut the hashes into ranges (low, before high; None: no bound) with about `pages` pages of each run at most."""
+    """Divide the hashes into ranges from `low` to before `high` (None: no bound). Each range has at most about `pages`
+    pages of each run."""
     cuts = np.unique(np.concatenate([run.first_hashes[pages::pages] for run in runs])).tolist()
     return iter(zip([None, *cuts], [*cuts, None], strict=True))
 
@@ -307,8 +309,8 @@ MILLISECONDS_A_SECOND = 1000
 class ImportedIds:
     """The part of an imported window that is in memory.
 
-    Its run begins with 0, and `end_index` is the number of IDs. Instead of an index, each ID has a second since 1970:
-    the ID was published no later than this second.
+    The run of an imported window begins with the index 0, and `end_index` is the number of IDs. Instead of an index,
+    each ID has a publish time in seconds since 1970. The ID was published at this time or earlier.
     """
 
     run: IdRun
@@ -328,7 +330,7 @@ class ImportedIds:
         return int(self.run.chunks[-1, CHUNK_LAST_TIME_MS])
 
     def candidates(self, view: Uint8s, places: Int64s) -> list[tuple[int, range]]:
-        """Return the rows of a batch whose IDs may be in the run, each with its pages."""
+        """Return the rows of a batch whose IDs may be in the run, each row with the pages that may contain the ID."""
         hashes, rows = np.empty(int(places[ROWS]), np.int64), np.empty(int(places[ROWS]), np.int64)
         hash_rows(view, places, key_of(self.key), hashes)
         through = rows[: probe(hashes, self.run.filter, rows)].tolist()
@@ -342,7 +344,8 @@ def seconds_of(times_ms: Int64s) -> Int64s:
 
 @kernel(nogil=True)
 def first_not_above(ids: Bytes, offsets: Int64s) -> int:
-    """Return the first ID that is not above the one before it, compared as bytes; -1 if all are."""
+    """Return the first ID that is not above the previous ID, compared as bytes. Return -1 if all IDs are in ascending
+    order."""
     for row in range(1, len(offsets) - 1):
         before, here, end = int(offsets[row - 1]), int(offsets[row]), int(offsets[row + 1])
         size = min(here - before, end - here)

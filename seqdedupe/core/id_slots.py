@@ -1,10 +1,10 @@
 """The part of a window of deduplication IDs that is in memory: chunks of IDs, and the hash table that finds them.
 
 The table finds all IDs of the chunks in memory. It may also contain slots of IDs that are forgotten or have moved to
-runs. That is harmless: a look-up that finds such a slot sees that its chunk is gone. Two kinds of work are divided
-among frames, so that no frame waits for all of it. Each frame clears forgotten IDs from a part of the slots, one slot
-after the other, which is faster than looking up each of these IDs. If a larger table is needed, each frame moves some
-of the IDs into it.
+runs. That is harmless, because a look-up that finds such a slot detects that the slot's chunk no longer exists. Two
+kinds of work are divided among frames, so that no single frame waits until the whole work is done. Each frame clears
+forgotten IDs from a part of the slots, one slot after the other, which is faster than looking up each of these IDs. If
+a larger table is needed, each frame moves some of the IDs into it.
 """
 
 from bisect import bisect_right
@@ -36,13 +36,14 @@ from seqdedupe.core.id_table import (
     take_out,
 )
 from seqdedupe.core.name_table import Growing
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, start
 from seqdedupe.format.jit import Int32s, Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, start
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 
 # -- The newer part of a window: chunks in memory that fill up, each at a place (`id_table`).
 #
-# The content of a place stays until the place is released: the table may lead to it long after its chunk is forgotten.
+# The content of a place is kept until the place is released, because slots of the table may still point to the place
+# long after its chunk is forgotten.
 
 PARTS = 16
 """A window moves forward by at most 1/PARTS of its size at a time."""
@@ -50,7 +51,7 @@ PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk of a window. It is forgotten as a whole."""
+    """A chunk of a window. A window always forgets all IDs of a chunk together."""
 
     first_index: int
     rows: int
@@ -160,7 +161,8 @@ class Newer:
     def room_for(
         self, view: Uint8s, places: Int64s, first: int, rows: int, limits: WindowLimits, now_ms: int
     ) -> tuple[int, int]:
-        """Return the place of the current chunk, and the row of a batch before which all rows from `first` on fit."""
+        """Return the place of the current chunk, and the end of the rows of a batch that fit into this chunk, from
+        `first` on."""
         while True:
             if self.is_sealed:
                 self.open(int(self._state[NEXT]), now_ms)
@@ -178,7 +180,7 @@ class Newer:
             self.is_sealed = True
 
     def seal_if_due(self, limits: WindowLimits, now_ms: int) -> None:
-        """Seal the newest chunk if it is large or old enough, so that the window moves by small parts."""
+        """Seal the newest chunk if the chunk is large or old enough. So the window always moves by a small part."""
         if not self.order:
             return
         _, rows, first_time_ms, _ = self.chunks[self.order[-1]].tolist()
@@ -191,7 +193,7 @@ class Newer:
         )
 
     def append(self, piece: Piece) -> None:
-        """Append IDs to the newest chunk. Raises ValueError if it has no room for them."""
+        """Append IDs to the newest chunk. Raises ValueError if the chunk has no room for the IDs."""
         place = self.order[-1]
         here, there = int(self.chunks[place, ROWS]), self.bytes_of(place)
         rows = here + len(piece.sizes)
@@ -231,7 +233,7 @@ _SWEPT_AT_ONCE = 512
 
 
 class Slots:
-    """The slots of the IDs in `newer`, laid out as in `id_table`. `state` is the window's."""
+    """The hash table that finds the IDs in `newer`, in the layout of `id_table`. `state` is the state of the window."""
 
     def __init__(self, hash_key: Int64s, newer: Newer, state: Int64s) -> None:
         self._table = _table(_FIRST_SLOTS)
@@ -260,13 +262,13 @@ class Slots:
 
     @property
     def rows(self) -> Int64s:
-        """The table in use. After it has grown, it is a different array."""
+        """The table in use. When the table grows, it is replaced by a different array."""
         rows: Int64s = self._table.rows
         return rows
 
     @property
     def memory_bytes(self) -> int:
-        """The memory of the tables, and of all IDs that they may lead to."""
+        """The memory of the tables, and of all IDs to which slots of the tables may point."""
         newer = self._newer
         tables = self.rows.nbytes + (self._larger.rows.nbytes if self._larger is not None else 0)
         places = [*newer.order, *(place for place, _ in self._forgotten)]
@@ -275,28 +277,29 @@ class Slots:
 
     @property
     def soon_needed_bytes(self) -> int:
-        """The memory of the larger table that will soon be needed; 0 if none will be."""
+        """The memory of the larger table that will soon be needed; 0 if no larger table will be needed."""
         is_near = self._larger is None and self._needed > _NEAR * len(self.rows)
         return 2 * self.rows.nbytes if is_near else 0
 
     def put(self, place: int, first: int, end: int) -> None:
-        """Make the IDs of these rows of a place findable. An ID is found before equal ones that are put in later."""
+        """Put the IDs of these rows of a place into the table. If the table has equal IDs, the ID that was put in first
+        is found."""
         self._put(self.rows, self._state, place, first, end)
 
     def take_out(self, place: int, first: int, end: int) -> None:
-        """Take these rows of a place out of the table. Allowed only while no larger table is being filled."""
+        """Remove these rows of a place from the table. This is allowed only while no larger table is being filled."""
         ids, offsets = self._newer.ids.rows.reshape(-1), self._newer.offsets.rows.reshape(-1)
         take_out(place, first, end, self._hash_key, self.rows, ids, offsets, self._state, self._hashes)
         # Other IDs may have moved to slots that were swept already.
         self._sweep_anew()
 
     def forget(self, place: int) -> None:
-        """Forget the chunk at this place. Its IDs are taken out in steps."""
+        """Forget the chunk at this place. The IDs of the chunk are removed from the table in steps."""
         self._newer.chunks[place, FIRST_INDEX] = GONE
         self._forgotten.append((place, self._swept + len(self.rows)))
 
     def load(self, ids: int) -> None:
-        """Make a table with room for this number of IDs, and put all IDs of all chunks into it."""
+        """Make a table with room for this number of IDs, and put all IDs of all chunks into the table."""
         self._table = _table(_slots_for(ids))
         for place in self._newer.order:
             self.put(place, 0, int(self._newer.chunks[place, ROWS]))
@@ -310,7 +313,7 @@ class Slots:
             return
         needed = self._needed + rows
         if self._larger is not None and needed > _LOAD * len(self._larger.rows):
-            # It was meant to be smaller than the table in use.
+            # The new table should have been smaller than the table in use.
             self.give_up_larger()
         is_full = used > _FULL * slots
         if needed <= _LOAD * slots and not is_full:
@@ -327,7 +330,7 @@ class Slots:
         return min(int(self._state[USED]), self._newer.rows)
 
     def go_on(self, rows: int) -> None:
-        """Do the part of sweeping and growing that belongs to a frame with `rows` rows."""
+        """Do a part of the sweeping and growing: the share of a frame with `rows` rows."""
         if self._forgotten:
             self._owed += _SWEPT_A_ROW * rows + _SWEPT_A_FRAME
             if self._owed >= _SWEPT_AT_ONCE:
@@ -336,7 +339,7 @@ class Slots:
         self._grow(_TOUCHED_A_ROW * rows, _MOVED_A_ROW * rows)
 
     def tidy(self, rows: int) -> bool:
-        """Do the part of sweeping that belongs to `rows` rows, release memory, and replace a nearly empty table by a
+        """Do a part of the sweeping (the share of `rows` rows), release memory, and replace a nearly empty table by a
         smaller table.
 
         Return whether there is more to do.
@@ -350,7 +353,7 @@ class Slots:
         return bool(self._forgotten or self._given_back) or self._larger is not None
 
     def give_up_larger(self) -> None:
-        """Drop the larger table and keep the table in use. Afterwards IDs may be in other places."""
+        """Drop the larger table and keep the table in use. Afterwards IDs may be in other slots."""
         if self._larger is not None:
             self._given_back.append(self._larger.clear())
             self._larger = None
@@ -364,7 +367,7 @@ class Slots:
             self._moved = (int(self._state[WINDOW]), 0)
 
     def _sweep(self, slots: int) -> None:
-        """Sweep this number of slots if any IDs are forgotten. Free the places that no slot leads to any more."""
+        """Sweep this number of slots if any IDs are forgotten. Free the places to which no slot points any more."""
         newer = self._newer
         while self._forgotten and slots > 0:
             first = self._swept % len(self.rows)
@@ -373,7 +376,7 @@ class Slots:
             sweep_beside(first, end, self._hash_key, self.rows, ids, offsets, newer.chunks, self._state)
             self._swept += end - first
             slots -= end - first
-            # The larger table may lead to the place too.
+            # Slots of the larger table may point to the place too.
             while self._larger is None and self._forgotten and self._forgotten[0][1] <= self._swept:
                 newer.give_back(self._forgotten.popleft()[0])
 
@@ -383,9 +386,10 @@ class Slots:
         self._forgotten = deque((place, until) for place, _ in self._forgotten)
 
     def _grow(self, slots: int, ids: int) -> None:
-        """Touch `slots` slots of the larger table. When all have memory, move `ids` IDs into it.
+        """Write to `slots` slots of the larger table, so that the system allocates their memory. When all slots have
+        memory, move `ids` IDs into the larger table.
 
-        Without a larger table, release some memory of an old one.
+        If there is no larger table, release some memory of an old table.
         """
         if self._larger is None:
             self._give_back()
@@ -401,7 +405,8 @@ class Slots:
             self._given_back.popleft()
 
     def _move_on(self, rows: int) -> None:
-        """Move `rows` further rows into the larger table. When all are there, it replaces the table in use."""
+        """Move `rows` further rows into the larger table. When all rows are moved, the larger table replaces the table
+        in use."""
         larger = self._larger
         if larger is None:
             return
@@ -433,7 +438,7 @@ def _table(slots: int) -> Growing:
 
 
 def _slots_for(ids: int) -> int:
-    """Return the number of slots of a table that has room for this number of IDs and some more."""
+    """Return the number of slots of a table with room for this number of IDs and for some further IDs."""
     slots = _FIRST_SLOTS
     while ids > _LOAD * slots:
         slots *= 2

@@ -13,9 +13,22 @@ home or in a later slot, with no empty slot between. Removing an ID moves later 
 from typing import Any
 
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
-from seqdedupe.format.columns import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, load32, load64, start
 from seqdedupe.format.headers import siphash
-from seqdedupe.format.jit import Bytes, Int32s, Int64s, Int64s2, Uint8s, copy, element, for_kernels, kernel, prefetch
+from seqdedupe.format.jit import (
+    Bytes,
+    Int32s,
+    Int64s,
+    Int64s2,
+    Uint8s,
+    copy,
+    element,
+    for_kernels,
+    kernel,
+    load32,
+    load64,
+    prefetch,
+)
+from seqdedupe.format.layout import DEDUPLICATION_ID_OFFSETS, DEDUPLICATION_IDS, start
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES
 
 ROW_BITS = 16
@@ -120,7 +133,7 @@ def _find(slots: Int64s, hashed: int, raw: Bytes, begin: int, size: int, ids: Ui
 
 @for_kernels
 def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
-    """Write to a slot that the ID of this hash lies in `row`. The slot must be the one that `_find` returned."""
+    """Write `row`, the row of the ID with this hash, to the slot that `_find` returned."""
     mask = slots.shape[0] - 1
     if slots[at] == EMPTY:
         state[USED] += 1
@@ -131,7 +144,8 @@ def _fill(slots: Int64s, at: int, hashed: int, row: int, state: Int64s) -> None:
 
 @for_kernels
 def _close(slots: Int64s, hole: int) -> None:
-    """Empty a slot, and move up later ones that would not be found any more. No ID may be far from its home."""
+    """Empty a slot, and move up the later IDs that could no longer be found otherwise. No ID may be far from its
+    home."""
     mask = slots.shape[0] - 1
     at = (hole + 1) & mask
     slot = int(element(slots, at))
@@ -146,8 +160,8 @@ def _close(slots: Int64s, hole: int) -> None:
 
 @for_kernels
 def _close_far(slots: Int64s, hole: int, key: Int64s, ids: Uint8s, offsets: Int32s) -> None:
-    """Do the same as `_close` in a table where IDs may be far from home. It is a separate function because it would
-    slow down the other one."""
+    """Do the same as `_close` in a table where IDs may be far from home. The two functions are separate because this
+    function would slow down `_close`."""
     mask = slots.shape[0] - 1
     at = (hole + 1) & mask
     slot = int(slots[at])
@@ -167,8 +181,8 @@ def _hash_ids(raw: Bytes, offsets: int, blob: int, first_row: int, end_row: int,
               hashes: Int64s) -> int:  # fmt: skip
     """Hash the IDs of these rows of a batch into `hashes`, one element per row.
 
-    The IDs begin at `blob`, their offsets at `offsets`. The homes are prefetched: a look-up of one ID after the other
-    would wait for memory each time.
+    The IDs begin at `blob`, and the offsets of the IDs begin at `offsets`. The function also prefetches the homes:
+    otherwise the look-up of each ID would wait for memory.
     """
     mask = slots.shape[0] - 1
     for row in range(first_row, end_row):
@@ -197,7 +211,8 @@ def _hash_rows(place: int, first_row: int, end_row: int, key: Int64s, slots: Int
 
 @kernel(bare=True)
 def bad_id(raw: Bytes, places: Int64s, rows: int) -> int:
-    """Return the first row of a batch whose ID does not have 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if none."""
+    """Return the first row of a batch whose ID does not have 1 to MAX_DEDUPLICATION_ID_BYTES bytes; -1 if all IDs are
+    valid."""
     offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     for row in range(rows):
         size = load32(raw, offsets + 4 * row + 4) - load32(raw, offsets + 4 * row)
@@ -225,13 +240,14 @@ def decide(
     replaced: Int64s2,
     older: Int64s,
 ) -> int:
-    """Judge rows of a batch, and put the new ones into the current chunk, which must have room for them.
+    """Judge rows of a batch, and put the new rows into the current chunk, which must have room for these rows.
 
-    New rows are in flight after this. `frame_index` is the index of the first new row of the whole frame. A second copy
-    of such a row is DUP: its receipt is sent when both have settled. `found` gets the index of each DUP's original.
-    With `deduplicate` off every row is new, and `replaced` gets the row where its ID lies now and the row where it lay
-    before (else NOWHERE). `older` has the index of each row's ID in the runs (else IMPORTED or NOWHERE); it is empty if
-    there are no runs. All messages in runs are in the log, before those in the table. Return the number of new rows.
+    After this call the new rows are in flight. `frame_index` is the index of the first new row of the whole frame. A
+    second copy of a row in flight is DUP: the receipt is sent when both rows have settled. `found` receives the index
+    of each DUP's original. With `deduplicate` off every row is new. `replaced` then receives the row where the ID is
+    now, and the row where the ID was before (or NOWHERE). `older` has the index of each row's ID in the runs (or
+    IMPORTED or NOWHERE). `older` is empty if there are no runs. All messages in runs are in the log, before the
+    messages in the table. Return the number of new rows.
     """
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     blob = start(places, DEDUPLICATION_IDS)
@@ -288,8 +304,8 @@ def decide(
 @kernel(bare=True)
 def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
              state: Int64s) -> int:  # fmt: skip
-    """Return the index of the message with the ID of a batch's first row, stored or in flight; NOWHERE if the table
-    does not have it."""
+    """Return the index of the message with the ID of a batch's first row. The message may be stored or in flight.
+    Return NOWHERE if the table does not contain the ID."""
     row_offsets = start(places, DEDUPLICATION_ID_OFFSETS)
     begin = start(places, DEDUPLICATION_IDS) + load32(raw, row_offsets)
     size = load32(raw, row_offsets + 4) - load32(raw, row_offsets)
@@ -304,8 +320,8 @@ def index_of(raw: Bytes, places: Int64s, key: Int64s, slots: Int64s, ids: Uint8s
 @kernel(bare=True)
 def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
         state: Int64s, hashes: Int64s) -> int:  # fmt: skip
-    """Put the IDs of these rows of a place into the table. An ID is found before equal ones that are put in later.
-    `hashes` has room for HASHED."""
+    """Put the IDs of these rows of a place into the table. If the table has equal IDs, the ID that was put in first is
+    found. `hashes` has room for HASHED."""
     for row in range(first_row, end_row):
         if (row - first_row) % HASHED == 0:
             _hash_rows(place, row, min(row + HASHED, end_row), key, slots, ids, offsets, hashes)
@@ -319,8 +335,8 @@ def put(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, id
 @kernel(bare=True)
 def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s,
              state: Int64s, hashes: Int64s) -> int:  # fmt: skip
-    """Take these rows of a place out of the table. An ID that lies in another row by now stays. `hashes` has room for
-    HASHED. Return the number of IDs taken out."""
+    """Remove these rows of a place from the table. If an ID now points to another row, the ID stays. `hashes` has room
+    for HASHED elements. Return the number of removed IDs."""
     mask = slots.shape[0] - 1
     is_far = state[IS_FAR] != 0
     gone = 0
@@ -344,7 +360,8 @@ def take_out(place: int, first_row: int, end_row: int, key: Int64s, slots: Int64
 @kernel(bare=True)
 def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets: Int32s, chunks: Int64s2,
           state: Int64s) -> int:  # fmt: skip
-    """Empty the slots from `first` to before `end` that lead to chunks that are GONE. Return how many were emptied."""
+    """Empty the slots from `first` to before `end` that point to chunks that are GONE. Return the number of emptied
+    slots."""
     is_far = state[IS_FAR] != 0
     gone = 0
     at = first
@@ -366,8 +383,8 @@ def sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offsets
 
 # -- The kernels of a window's table for many rows. They release the interpreter, so other threads run.
 #
-# Otherwise the commit thread would wait while a thousand IDs are looked up. For a few rows releasing costs more than it
-# gains. No other thread may use the window during such a call.
+# Otherwise the commit thread would wait while a thousand IDs are looked up. For a few rows, releasing the interpreter
+# lock costs more time than it saves. No other thread may use the window during such a call.
 
 MANY_ROWS = 256
 _MANY_SLOTS = 4096
@@ -406,5 +423,5 @@ def _sweep(first: int, end: int, key: Int64s, slots: Int64s, ids: Uint8s, offset
 
 
 def sweep_beside(first: int, end: int, *rest: Any) -> int:
-    """Do the same as `sweep`, releasing the interpreter if there are many slots."""
+    """Do the same as `sweep`. If there are many slots, release the interpreter lock (GIL) meanwhile."""
     return (_sweep if end - first >= _MANY_SLOTS else sweep)(first, end, *rest)

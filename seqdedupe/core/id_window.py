@@ -2,15 +2,15 @@
 
 The window covers the end of the log. Messages below `confirmed_index` are persisted, later messages are in flight, and
 messages below `first_index` are forgotten. IDs are in chunks (`Newer`). Chunks are filled one after the other, and each
-is forgotten as a whole, the oldest first. A forgotten ID is invalid at once; the table (`id_slots`) is cleared of it in
-steps.
+is forgotten as a whole, the oldest first. A forgotten ID is invalid at once. The ID is removed from the table
+(`id_slots`) later, in steps.
 
-Older chunks may be in runs on disk (`Older`). The table is cleared of their IDs in the same way, and a decision first
-looks into the runs. Chunks move in order: from memory to a run, then out of the window.
+Older chunks may be in runs on disk (`Older`). IDs in runs are also removed from the table in steps. A decision first
+looks IDs up in the runs. Chunks move in order: from memory to a run, then out of the window.
 
-The valid index of an ID is the highest index at which the ID was accepted. An ID may have been accepted twice: beyond
-the window, or while the topic does not deduplicate. Then nothing changes when the other occurrence is forgotten or
-fails.
+The valid index of an ID is the highest index at which the ID was accepted. An ID is accepted twice if the window had
+forgotten the ID, or while the topic does not deduplicate. When the occurrence at the lower index is then forgotten,
+nothing changes for the ID.
 
 Begin with `IdWindow`. A `Moment` is a time with two bounds, which express how far the clock can be trusted.
 """
@@ -40,9 +40,9 @@ from seqdedupe.core.id_table import (
     index_of,
 )
 from seqdedupe.core.rule import DUP
-from seqdedupe.format.columns import ROWS as ROWS_OF_BATCH
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import ROWS as ROWS_OF_BATCH
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 
 
@@ -82,7 +82,7 @@ class Older:
 
     @property
     def end_index(self) -> int:
-        """The index after the last one; 0 if there are no runs."""
+        """The index after the last ID in runs; 0 if there are no runs."""
         return self.runs[-1].end_index if self.runs else 0
 
     @property
@@ -103,7 +103,8 @@ class Older:
         return found
 
     def to_name(self, first_index: int) -> tuple[IdRun, ...]:
-        """Return the runs that a snapshot taken now must name: including the offered run, without forgotten runs."""
+        """Return the runs that a snapshot must name if the snapshot is taken now. The offered run is included;
+        forgotten runs are omitted."""
         runs = self.runs
         if (new := self.offered) is not None:
             before = [run for run in runs if run.end_index <= new.first_index]
@@ -116,7 +117,8 @@ class Older:
         self.next_number = run.number + 1
 
     def named(self, runs: tuple[IdRun, ...]) -> None:
-        """Put these runs into force. An offered run that is not among them waits for the next snapshot."""
+        """Put these runs into force. If the offered run is not in this list, the offered run waits for the next
+        snapshot."""
         if self.offered in runs:
             self.offered = None
         if runs != self.runs:
@@ -125,12 +127,12 @@ class Older:
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all runs, with the offered one, in ascending order."""
+        """The numbers of all runs, including the offered run, in ascending order."""
         return sorted({run.number for run in (*self.runs, self.offered) if run is not None})
 
     def smallest_pair(self, most_runs: int, without: Container[tuple[IdRun, IdRun]] = ()) -> tuple[IdRun, IdRun] | None:
-        """Return the smallest two neighbouring runs to merge, not in `without`. Return None if there are none, or if
-        there are at most `most_runs` runs."""
+        """Return the two smallest neighbouring runs that can be merged and are not in `without`. Return None if there
+        is no such pair, or if there are at most `most_runs` runs."""
         if len(self.runs) <= most_runs:
             return None
         pairs = [pair for pair in pairwise(self.runs) if pair[1].end_index - pair[0].first_index < MAX_ROWS]
@@ -204,7 +206,7 @@ class IdWindow:
 
     @property
     def first_time_ms(self) -> int:
-        """When the first known message was published, in milliseconds since 1970; 0 if none is known."""
+        """The publish time of the first known message, in milliseconds since 1970; 0 if no message is known."""
         return self._oldest().first_time_ms if len(self) else 0
 
     @property
@@ -229,11 +231,11 @@ class IdWindow:
 
     @property
     def needed_bytes(self) -> int:
-        """The memory in use, and that of the larger table that will soon be needed."""
+        """The memory in use, plus the memory of the larger table that will soon be needed."""
         return self.memory_bytes + self._slots.soon_needed_bytes
 
     def index_of(self, view: Uint8s, places: Int64s) -> int:
-        """Return the index of the message with the ID of a batch's first row; NOWHERE if it is not in memory."""
+        """Return the index of the message with the ID of a batch's first row; NOWHERE if the ID is not in memory."""
         newer = self._newer
         ids, offsets = newer.ids.rows.reshape(-1), newer.offsets.rows.reshape(-1)
         return index_of(view, places, self.hash_key, self._slots.rows, ids, offsets, newer.chunks, self._state)
@@ -249,10 +251,11 @@ class IdWindow:
         now: Moment,
         older: Int64s = NONE_OLDER,
     ) -> Decision:
-        """Judge the rows of a batch. New rows are in flight after this, with the indexes from `next_index` on.
+        """Judge the rows of a batch. After this call the new rows are in flight, with the indexes from `next_index` on.
 
-        Chunks beyond the limits are forgotten first. `older` has the index of each row's ID in the runs (else NOWHERE).
-        It may be omitted if there are no runs, or with `deduplicate` off. Otherwise ValueError is raised.
+        First, chunks beyond the limits are forgotten. `older` has the index of each row's ID in the runs (or NOWHERE).
+        `older` may be omitted if there are no runs, or with `deduplicate` off. In other cases, omitting `older` raises
+        ValueError.
         """
         rows, newer = int(places[ROWS_OF_BATCH]), self._newer
         if deduplicate and self.older.runs and len(older) != rows:
@@ -288,7 +291,7 @@ class IdWindow:
                 self._id_bytes += newer.bytes_of(place) - before
                 newer.chunks[place, LAST_TIME_MS] = max(int(newer.chunks[place, LAST_TIME_MS]), now.latest_ms)
             if not deduplicate:
-                # Not after the loop: if the next part finds no memory, this part has to be restored.
+                # Do not do this after the loop: if there is no memory for the next part, this part has to be restored.
                 self._remember(replaced[first:end])
             new += of_part
             first = end
@@ -323,10 +326,11 @@ class IdWindow:
         self._restore()
 
     def replay(self, view: Uint8s, places: Int64s, index: int, time_ms: int, limits: WindowLimits) -> None:
-        """Enter the rows of a batch that the log has from `index` on, published at `time_ms`. Nothing may be in flight.
+        """Enter the rows of a batch that is in the log from `index` on, published at `time_ms`. Nothing may be in
+        flight.
 
-        A batch that is known already changes nothing. No ID is forgotten for its age: the clock may have been wrong
-        when the batch was published.
+        A batch that is already known changes nothing. No ID is forgotten because of its age: the clock may have been
+        wrong when the batch was published.
         """
         rows = int(places[ROWS_OF_BATCH])
         if index + rows <= self.confirmed_index:
@@ -340,10 +344,11 @@ class IdWindow:
     # -- runs ----------------------------------------------------------------------------------------------------
 
     def oldest_chunks(self, part: int) -> list[int]:
-        """Return the first indexes of the oldest chunks in memory that can become a run: sealed, and in the log.
+        """Return the first indexes of the oldest chunks in memory that can become a run: sealed chunks whose messages
+        are in the log.
 
-        Together they have at most one in `part` of the IDs in memory, but there is at least one chunk if any can. A
-        newest chunk that is the only one is sealed.
+        Together these chunks have at most 1/`part` of the IDs in memory. But if any chunk can become a run, at least
+        one chunk is returned. If memory has only one chunk, this chunk is sealed first.
         """
         newer = self._newer
         if len(newer.order) == 1 and newer.chunks[newer.order[0], ROWS] and self.confirmed_index == self.next_index:
@@ -358,14 +363,15 @@ class IdWindow:
         return chosen
 
     def whole_chunk(self, first_index: int) -> Piece | None:
-        """Copy the chunk in memory that begins with this index. Return None if it is forgotten."""
+        """Copy the chunk in memory that begins with this index. Return None if the chunk is forgotten."""
         for place in self._newer.order:
             if self._newer.chunks[place, FIRST_INDEX] == first_index:
                 return self._newer.piece(place, 0, self.confirmed_index)
         return None
 
     def named(self, runs: tuple[IdRun, ...]) -> None:
-        """Put runs into force once a snapshot is durable that names them. Their chunks leave memory."""
+        """Put runs into force, because a snapshot that names these runs is durable. Remove the chunks of the runs from
+        memory."""
         self.older.named(runs)
         order = self._newer.order
         while order and self._newer.chunks[order[0], FIRST_INDEX] < self.older.end_index:
@@ -373,13 +379,14 @@ class IdWindow:
             self._slots.forget(order.popleft())
 
     def tidy(self, rows: int) -> bool:
-        """Do the share of `rows` rows in clearing the table (`Slots.tidy`). Return whether there is more to do."""
+        """Clear a part of the table (`Slots.tidy`): the share of `rows` rows. Return whether there is more to do."""
         return self._slots.tidy(rows)
 
     # -- snapshots -----------------------------------------------------------------------------------------------
 
     def piece(self, index: int, end_index: int) -> Piece | None:
-        """Copy the IDs in memory from `index` to before `end_index`: at most PIECE_BYTES of one chunk. None if none."""
+        """Copy the IDs in memory from `index` to before `end_index`: at most PIECE_BYTES of one chunk. Return None if
+        there are no IDs."""
         return self._newer.piece_from(index, end_index)
 
     def load(self, pieces: Iterable[Piece], runs: tuple[IdRun, ...] = ()) -> None:
@@ -401,9 +408,9 @@ class IdWindow:
     # -- forgetting ----------------------------------------------------------------------------------------------
 
     def move(self, limits: WindowLimits, now_ms: int) -> None:
-        """Forget chunks beyond the limits, the oldest first. A chunk with a message in flight stays.
+        """Forget the chunks that exceed the limits, the oldest chunk first. A chunk with a message in flight is kept.
 
-        The time is `now_ms` or later.
+        The true time is `now_ms` or later.
         """
         order = self._newer.order
         self._newer.seal_if_due(limits, now_ms)
@@ -449,7 +456,8 @@ class IdWindow:
         yield from self._newer
 
     def _begin_at(self, index: int) -> None:
-        """Empty the window and begin at `index`. The messages before it are unknown, and a window has no holes."""
+        """Empty the window and begin at `index`. The messages before `index` are unknown, and a window must not have
+        gaps."""
         while self._newer.order:
             self._slots.forget(self._newer.order.popleft())
         self.older.clear()
@@ -458,12 +466,12 @@ class IdWindow:
         self._state[[WINDOW, CONFIRMED, NEXT]] = index
 
     def _remember(self, replaced: Int64s2) -> None:
-        """Note where the newest rows lie, and where their IDs lay before."""
+        """Record the places of the newest rows, and the earlier places of their IDs."""
         if (known := replaced[replaced[:, 1] != NOWHERE]).size:
             self._replaced.append((self.next_index, known))
 
     def _restore(self) -> None:
-        """Make IDs that were accepted again, and then failed, valid at their earlier rows again."""
+        """Handle IDs that were accepted again and then failed: make each ID valid again at its earlier row."""
         for _, known in reversed(self._replaced):
             for lies, before in known[::-1].tolist():
                 if not self._is_in_use(lies) and self._is_in_use(before):

@@ -1,10 +1,11 @@
 """The names of a topic's producers, by name and by number. They are stored in arrays, without an object for each name
 and without long pauses.
 
-Names are stored one after the other, in order of arrival. A hash table finds them. A slot contains the upper half of a
-name's hash, and the name's number plus one; 0 is an empty slot. If a slot contains another name, the search continues
-at the next slot. A table that becomes full is replaced by a table of twice the size. Each new name moves a few names
-into the larger table, so no caller waits until all names are moved. `Pattern`, at the end, finds the names that match.
+Names are stored one after the other, in the order of arrival. A hash table finds a name. A slot contains the upper half
+of a name's hash, and the name's number plus one; 0 is an empty slot. If a slot contains another name, the search
+continues at the next slot. A table that becomes full is replaced by a table of twice the size. Each new name moves a
+few names into the larger table, so no caller waits until all names are moved. `Pattern`, at the end, finds the names
+that match.
 """
 
 import mmap
@@ -96,7 +97,8 @@ class Growing:
         self.rows = new
 
     def _is_remapped(self, memory: mmap.mmap, rows: int) -> bool:
-        """Move the pages, and return whether that worked. It fails if the system has no such call or a view exists."""
+        """Move the pages, and return whether the move succeeded. The move fails if the system has no such call, or if a
+        view exists."""
         before = len(self.rows)
         self.rows = self.rows[:0].copy()
         try:
@@ -131,7 +133,7 @@ _RELEASED_SLOTS = 2**17
 """Slots of an old table that one call releases: 1 MiB, which takes the system 0.1 ms."""
 
 _AT_ONCE = 64
-"""The number of names that are looked up together: what fits into the processor's cache."""
+"""The number of names that are looked up together. Their data fits into the processor's cache."""
 
 _UPPER_HALF = -(2**32)
 _LOWER_HALF = 2**32 - 1
@@ -158,10 +160,10 @@ def find_slot(raw: Bytes, begin: int, end: int, hashed: int, slots: Int64s, text
 
 @kernel(inline=True)
 def hash_some(raw: Bytes, spans: Int64s2, first: int, slots: Int64s, key: Int64s, hashes: Int64s) -> int:
-    """Hash the names at `spans` from `first` on, at most _AT_ONCE. Return how many were hashed.
+    """Hash the names at `spans` from `first` on, at most _AT_ONCE names. Return the number of hashed names.
 
-    Their slots are read one right after the other. So the processor waits for all of them at once, which takes a fifth
-    of the time.
+    The function reads the slots of these names one right after the other. So the processor waits for all slots at the
+    same time, which takes a fifth of the time.
     """
     count = min(spans.shape[0] - first, _AT_ONCE)
     for i in range(count):
@@ -195,9 +197,10 @@ def find_names(
 def add_names(
     raw: Bytes, spans: Int64s2, slots: Int64s, text: Uint8s, bounds: Int64s, key: Int64s, known: int, numbers: Int64s
 ) -> int:
-    """Do the same as `find_names`, and number new names. Return the number of known names, which was `known` before.
+    """Do the same as `find_names`, and assign numbers to new names. `known` is the number of known names before the
+    call. Return the number of known names after the call.
 
-    There must be room for all of them.
+    The table must have room for all names.
     """
     hashes = np.empty(_AT_ONCE + 1, np.int64)
     first = 0
@@ -220,9 +223,9 @@ def add_names(
 
 @kernel()
 def move_names(raw: Bytes, spans: Int64s2, number: int, slots: Int64s, key: Int64s) -> int:
-    """Put the names at `spans`, numbered from `number` on, into a table that has none of them.
+    """Put the names at `spans`, numbered from `number` on, into a table that does not contain these names yet.
 
-    Return the number after the last of them.
+    Return the number after the last name's number.
     """
     hashes = np.empty(_AT_ONCE + 1, np.int64)
     in_table = slots.shape[0] - 1
@@ -239,7 +242,8 @@ def move_names(raw: Bytes, spans: Int64s2, number: int, slots: Int64s, key: Int6
     return number
 
 
-# Without this key nobody can choose names that all get the same slot. It is random because Python's hash seed is.
+# Without knowledge of this key, nobody can choose names that all get the same slot. The key is random, because Python's
+# hash seed is random.
 _KEY: Int64s = np.array([hash(b"the first half"), hash(b"the second half")], np.int64)
 
 
@@ -290,11 +294,11 @@ class Names:
         return numbers
 
     def add_all(self, names: list[bytes]) -> Int64s:
-        """Return the numbers of names, and number new ones. On MemoryError no name is added."""
+        """Return the numbers of names, and number new names. After MemoryError no name is added."""
         return self.add(*joined(names))
 
     def add(self, raw: Bytes, spans: Int64s2) -> Int64s:
-        """Do the same for names at `spans` (begin, end) of a buffer."""
+        """Do the same as `add_all` for names at `spans` (begin, end) of a buffer."""
         numbers = np.empty(len(spans), np.int64)
         self._reserve(len(spans), int((spans[:, 1] - spans[:, 0]).sum()))
         slots, text, bounds = self._slots.rows, self._text.rows, self._bounds.rows
@@ -302,7 +306,7 @@ class Names:
         return numbers
 
     def _reserve(self, more: int, more_bytes: int) -> None:
-        """Make room for further names. Moves names into the next table, or releases memory of the old one."""
+        """Make room for further names. Move some names into the next table, or release some memory of the old table."""
         self._text.reserve(int(self._bounds.rows[self._count]) + more_bytes)
         self._bounds.reserve(self._count + more + 1)
         names = self._count + more
@@ -346,7 +350,7 @@ class Names:
         return [text[start:end].tobytes() for start, end in places]
 
     def clear(self) -> Iterator[None]:
-        """Release all memory, some at each step. The object must not be used after this."""
+        """Release all memory, a part at each step. Do not use the object afterwards."""
         for table in (self._text, self._bounds, self._slots, self._next, self._old):
             if table is not None:
                 yield from table.clear()
@@ -362,7 +366,7 @@ def joined(names: list[bytes]) -> tuple[Bytes, Int64s2]:
 
 
 def _table(names: int) -> Growing:
-    """Make a table of empty slots, a power of two, for this number of names."""
+    """Make a table of empty slots for this number of names. The number of slots is a power of two."""
     return Growing(1 << (names * 8 // _EIGHTHS_TAKEN).bit_length(), (), np.int64)
 
 
@@ -385,7 +389,7 @@ _PARTS = re.compile(r"\$\{(?P<word>\w+)\}|(?P<stars>\*+)|[^*]", re.DOTALL)
 def mark_matches(raw: Bytes, spans: Int64s2, literal: Bytes, gaps: Bytes, matched: Uint8s) -> int:
     """Set `matched` to 1 for each name at `spans` that the pattern matches. Return the number of names.
 
-    `gaps[i]` says what may stand before `literal[i]`; the last gap says what may stand after all of it.
+    `gaps[i]` defines which text may precede `literal[i]`. The last gap defines which text may follow all literals.
     """
     end = literal.shape[0]
     # reached[i]: whether the first i bytes of `literal`, with their gaps, match the bytes of the name so far.

@@ -35,15 +35,15 @@ from seqdedupe.core.rule import (
     mark,
     refusal,
 )
-from seqdedupe.format.columns import ROWS
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.layout import ROWS
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 
 # -- Which producers are in use, by producer number, and for how long the others have been idle.
 #
-# Time is counted in periods; the caller says when one has passed (`pass_period`). Use of a producer sets its count to
-# 0: when a stream first uses it, and then as long as the stream is connected. So a stream pays nothing for further use
-# of its producers. A producer costs five bytes; only producers that several streams use are also kept in sets.
+# Time is counted in periods. The caller calls `pass_period` when a period has passed. Use of a producer sets its count
+# to 0: when a stream first uses it, and then as long as the stream is connected. So a stream pays nothing for further
+# use of its producers. A producer costs five bytes; only producers that several streams use are also kept in sets.
 
 Int32s = npt.NDArray[np.int32]
 
@@ -60,8 +60,8 @@ _ROW = np.dtype([("idle", np.uint8), ("stream", np.int32)])
 
 
 class Activity:
-    """For each producer, the number of idle periods and the stream that last used the producer. Also the connected
-    streams."""
+    """The activity of all producers: each producer's number of idle periods, and the stream that last used the
+    producer. Also contains the connected streams."""
 
     def __init__(self, capacity: int) -> None:
         self._table = Growing(capacity, (), _ROW)
@@ -70,7 +70,7 @@ class Activity:
         """By stream number, the producers that another stream has used since."""
 
     def reserve(self, capacity: int) -> None:
-        """Make room for this number of producers. New ones are in use."""
+        """Make room for this number of producers. New producers count as in use."""
         self._table.reserve(capacity)
 
     @property
@@ -82,7 +82,8 @@ class Activity:
         return self._table.rows["stream"]
 
     def connect(self) -> int:
-        """Begin a stream, and return its number. Producers that it uses are in use until `disconnect`."""
+        """Begin a stream, and return the stream's number. Producers that the stream uses are in use until
+        `disconnect`."""
         self._last_stream = self._last_stream % MAX_STREAM + 1
         self._connected[self._last_stream] = set()
         return self._last_stream
@@ -92,7 +93,7 @@ class Activity:
         self._connected.pop(stream, None)
 
     def use(self, numbers: Int64s, stream: int = NO_STREAM) -> None:
-        """Mark producers as used: by this stream, for as long as it is connected."""
+        """Mark producers as used by this stream, for as long as the stream is connected."""
         self._idle[numbers] = 0
         if stream == NO_STREAM:
             return
@@ -105,7 +106,8 @@ class Activity:
         self._stream[numbers] = stream
 
     def use_shared(self) -> Iterator[None]:
-        """Mark the producers that several streams have used, as long as one is connected. One stream per step."""
+        """Mark the producers that several streams have used, while one of these streams is connected. Each step handles
+        one stream."""
         for shared in list(self._connected.values()):
             self._idle[np.fromiter(shared, np.int64, len(shared))] = 0
             yield
@@ -115,7 +117,7 @@ class Activity:
         self._idle[:] = 0
 
     def pass_period(self, first: int, end: int) -> None:
-        """Count a period for the producers from `first` to before `end`."""
+        """Count one more period for the producers from `first` to before `end`."""
         idle = self._idle[first:end]
         idle += idle < MAX_PERIODS
         idle[np.isin(self._stream[first:end], np.array(list(self._connected), np.int32))] = 0
@@ -125,7 +127,8 @@ class Activity:
         return first + np.flatnonzero(self._idle[first:end] >= periods)
 
     def keep(self, kept: Int64s, new_numbers: Int64s, capacity: int) -> None:
-        """Keep these producers, numbered in this order, and drop the others. `new_numbers` is by old number."""
+        """Keep these producers, numbered in this order, and drop the others. `new_numbers` has the new number for each
+        old number."""
         left = Growing(capacity, (), _ROW)
         left.rows[: len(kept)] = self._table.rows[kept]
         self._table = left
@@ -168,7 +171,8 @@ def find_empty(numbers: Int64s2, empty: Uint8s) -> int:
 
 @kernel()
 def are_all(column: Uint8s, numbers: Int64s, value: int) -> bool:
-    """Whether a column by producer number has this value for all of these. A column that is too short does not."""
+    """Whether a column, indexed by producer number, has this value for all these producers. For a column that is too
+    short, the answer is false."""
     at = 0
     while at < numbers.shape[0] and numbers[at] < column.shape[0] and column[numbers[at]] == value:
         at += 1
@@ -202,7 +206,8 @@ class Producers:
 
     `numbers[number]` is the producer row (see `rule`). A bit of `dirty` shows whether the row has changed since the
     last `collect_dirty`. New names replace both arrays, so do not keep references to them. `renumber` assigns new
-    numbers and changes `generation`: a caller that keeps a number must compare the generation.
+    numbers and changes `generation`. So a caller that keeps a number must also keep the generation, and compare it
+    before using the number.
     """
 
     def __init__(self) -> None:
@@ -261,7 +266,8 @@ class Producers:
         return self._names.names(numbers)
 
     def listed(self, numbers: Int64s) -> tuple[Bytes, Int64s2]:
-        """Return a buffer, and begin and end in it of the names of the producers with these numbers."""
+        """Return a buffer with the names of the producers with these numbers, and the begin and end of each name in the
+        buffer."""
         return self._names.listed_some(numbers)
 
     def number(self, name: bytes) -> int | None:
@@ -273,7 +279,7 @@ class Producers:
         return self._names.numbers(*joined(names))
 
     def add(self, name: bytes) -> int:
-        """Return the producer's number. A new name gets a new one."""
+        """Return the producer's number. A new name gets a new number."""
         return int(self.add_all([name])[0])
 
     def add_all(self, names: list[bytes]) -> Int64s:
@@ -290,7 +296,8 @@ class Producers:
         return numbers
 
     def take_in(self, names: Names) -> Int64s:
-        """Do the same as `add_all`, and take over `names`. If there are no producers yet, this only makes rows."""
+        """Do the same as `add_all`, and take ownership of `names`. If there are no producers yet, only make the
+        rows."""
         if len(self):
             return self.add_listed(*names.listed())
         self._reserve(len(names))
@@ -301,7 +308,7 @@ class Producers:
     def load(self, names: Names, persisted: Int64s, epochs: Int64s, stated: Int64s) -> None:
         """Load a snapshot: PERSISTED, DURABLE_EPOCH and STATED, by producer number.
 
-        The object must be new. It takes over `names`.
+        This object must be new. It takes ownership of `names`.
         """
         self.take_in(names)
         rows = self.numbers[: len(names)]
@@ -321,7 +328,7 @@ class Producers:
     # -- admission ---------------------------------------------------------------------------------------------
 
     def known(self, view: Uint8s, places: Int64s) -> Int64s | None:
-        """Return the numbers of a batch's producers, or None if one is unknown or occurs twice."""
+        """Return the numbers of a batch's producers. Return None if a producer is unknown or occurs twice."""
         spans, _ = list_names(view, places.reshape(1, -1), 1)
         found = self._names.numbers(view, spans)
         if found.min() < 0 or len(set(found.tolist())) < len(found):
@@ -333,13 +340,14 @@ class Producers:
         return refusal(view, places, producer_rows, self._numbers.rows, lone, gapless, _NO_REASONS)
 
     def expected_ids(self, view: Uint8s, places: Int64s, producer_rows: Int64s) -> Int64s:
-        """Return for each producer of a frame the ID that is missing at the first gap, -1 if none is."""
+        """Return the missing ID at the first gap for each producer of a frame; -1 if the producer has no gap."""
         expected = np.empty(len(producer_rows), np.int64)
         gaps(view, places, producer_rows, self.numbers, expected)
         return expected
 
     def reasons(self, view: Uint8s, places: Int64s, producer_rows: Int64s, lone: bool, gapless: bool = False) -> Uint8s:
-        """Return for each producer of a frame the reason why its messages are not admitted, or ADMITTED."""
+        """Return, for each producer of a frame, the reason why the producer's messages are not admitted, or
+        ADMITTED."""
         reasons = np.empty(len(producer_rows), np.uint8)
         refusal(view, places, producer_rows, self.numbers, lone, gapless, reasons)
         return reasons
@@ -379,19 +387,19 @@ class Producers:
         )  # fmt: skip
 
     def fail_in_flight(self) -> None:
-        """Revoke everything in flight: it will never be in the log. See `rule.fail`."""
+        """Revoke all messages in flight: they will never be in the log. See `rule.fail`."""
         fail(self.numbers, len(self))
 
     # -- sessions and snapshots --------------------------------------------------------------------------------
 
     def has_sessions(self) -> bool:
-        """Whether any producer has a session in force, by Open or by a control record."""
+        """Whether any producer has a session in force. Open or a control record has started the session."""
         if self._may_have_sessions:
             self._may_have_sessions = bool((self.numbers[: len(self), EPOCH] > NO_EPOCH).any())
         return self._may_have_sessions
 
     def open(self, numbers: Int64s, epochs: Int64s) -> None:
-        """Put the epochs that Open has assigned into force at once. This fences the producers' older sessions.
+        """Apply the epochs that Open has assigned at once. This fences the producers' older sessions.
 
         `confirm_sessions` makes the epochs permanent; `fail_in_flight` revokes them.
         """
@@ -400,14 +408,17 @@ class Producers:
         self.activity.use(numbers)
 
     def confirm_sessions(self, numbers: Int64s, epochs: Int64s, persisted: Int64s | None, index: int) -> None:
-        """Merge a control record with these sessions by maximum. It is in the log, before the message with this index.
+        """Merge a control record with these sessions by maximum. The record is in the log, before the message with this
+        index.
 
-        `persisted` (-1: none) is given where the record states a producer again; None where Open started the sessions.
+        If the record repeats the state of producers, `persisted` has the persisted IDs (-1: none). If Open started the
+        sessions, `persisted` is None.
         Live and replayed records are treated alike.
         """
         if persisted is None:
             persisted = np.full(len(numbers), NO_SEQUENCE_ID, np.int64)
-        # The record may be at the end of a segment, which is dropped as soon as the message before it may be dropped.
+        # The record may be at the end of a segment. The segment is dropped as soon as the message before the record may
+        # be dropped.
         stated = index - 1
         if len(numbers):
             self._may_have_sessions |= bool(epochs.any())
@@ -415,7 +426,8 @@ class Producers:
             confirm(numbers, epochs, each, persisted, stated, self.numbers, self.dirty)
 
     def reset(self, numbers: Int64s, epochs: Int64s, persisted: Int64s, index: int) -> None:
-        """Apply a control record that sets these producers. It is in the log before the message with this index.
+        """Apply a control record that resets these producers. The record is in the log before the message with this
+        index.
 
         Earlier IDs of these producers are void, and no earlier message is an original. IDs that a producer has pushed
         since stay pushed. Live and replayed records are treated in the same way.
@@ -434,7 +446,8 @@ class Producers:
         mark_all(numbers, self.dirty)
 
     def purge(self, numbers: Int64s, index: int) -> None:
-        """Apply a control record that forgets these producers. It is in the log before the message with this index.
+        """Apply a control record that forgets these producers. The record is in the log before the message with this
+        index.
 
         Without producers, the record states that some producers were forgotten. The statements of this record and of
         earlier records about these producers are void. IDs that a producer has pushed since stay pushed, and its
@@ -470,9 +483,9 @@ class Producers:
         return are_empty(self.numbers[: len(self)])
 
     def renumber(self, names: Names, stays: Bools, back: Int64s) -> tuple[Int64s, Names]:
-        """Replace the names by the names that stay, in their order, followed by the names in `back`.
+        """Keep only the remaining names, in their present order, followed by the names in `back`.
 
-        Return the new number for each old number, -1 if the producer is removed, and the old names. All rows count as
+        Return the new number for each old number (-1 if the producer is removed), and the old names. All rows count as
         changed. See `LettingGo`.
         """
         rows_back = self.numbers[back]
@@ -491,7 +504,7 @@ class Producers:
         return new_numbers, old
 
     def stated_below(self, index: int, first: int = 0, end: int | None = None) -> Int64s:
-        """Return the producers from `first` to before `end` whose state the log may not state at or after `index`.
+        """Return the producers from `first` to before `end` whose state may be missing in the log from `index` on.
 
         Before the log below `index` is dropped, the DURABLE_EPOCH and PERSISTED of these producers must be written
         again.
@@ -505,13 +518,14 @@ class Producers:
         mark_all(numbers.astype(np.int64), self.dirty)
 
     def index_of(self, number: int, sequence_id: int) -> int:
-        """Return the index of the message with this ID; -1 if it is not known, or no longer."""
+        """Return the index of the message with this ID; -1 if the index is unknown or no longer known."""
         return int(find(sequence_id, number, self.numbers, self._ring, self._entered))
 
     def collect_dirty(self, forgotten: Int64s | None = None) -> tuple[Int32s, Int64s, Int64s, Int64s]:
-        """Return number, PERSISTED, DURABLE_EPOCH and STATED of the changed producers, and mark these as clean.
+        """Return number, PERSISTED, DURABLE_EPOCH and STATED of the changed producers, and mark these producers as
+        clean.
 
-        The `forgotten` ones are included, with the values of an unknown producer.
+        `forgotten` producers are included, with the values of an unknown producer.
         """
         if forgotten is not None:
             mark_all(forgotten, self.dirty)
@@ -524,7 +538,7 @@ class Producers:
             gone = np.isin(changed, forgotten)
             persisted[gone], epochs[gone], stated[gone] = NEW_ROW[PERSISTED], NEW_ROW[DURABLE_EPOCH], NEW_ROW[STATED]
         collected = changed.astype(np.int32), persisted, epochs, stated
-        # Last: if there is no memory for a copy, all of them still have to be stored.
+        # This is the last step: if there is no memory for a copy, all rows still have to be stored.
         self._dirty.rows[words] = 0
         return collected
 
@@ -550,14 +564,15 @@ class LettingGo:
     """The removal of some producers of a topic. Only one removal may be in progress."""
 
     def __init__(self, producers: Producers, is_free: Bools) -> None:
-        """`is_free`, by producer number: whether the row is `empty` and nothing uses the number."""
+        """`is_free` contains, for each producer number, whether the row is `empty` and no session or message uses the
+        number."""
         self._producers = producers
         self._stays = ~is_free
         self._taken = 0
         self._left = Names(int(np.count_nonzero(self._stays)))
 
     def prepare(self) -> Iterator[None]:
-        """Copy names, `NAMES_A_STEP` per step. `finish` may follow the last step at once, with nothing in between."""
+        """Copy names, `NAMES_A_STEP` per step. Call `finish` directly after the last step, with nothing in between."""
         while self._taken < len(self._producers):
             names = self._producers.names_from(self._taken, NAMES_A_STEP)
             stays = self._stays[self._taken : self._taken + len(names)].tolist()
@@ -571,8 +586,8 @@ class LettingGo:
         """Renumber the remaining producers, in their order. Return the new number for each old number, -1 if the
         producer is removed.
 
-        `is_free` is the current state. A producer that came back since the beginning stays, and gets one of the last
-        numbers. All rows count as changed.
+        `is_free` is the current state. A producer that is used again since the beginning stays, and gets one of the
+        last numbers. All rows count as changed.
         """
         newer = len(is_free) - len(self._stays)
         stays = np.concatenate([self._stays, np.ones(newer, bool)])

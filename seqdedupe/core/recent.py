@@ -1,10 +1,10 @@
-"""The last 65,536 messages of a topic, which are used to find the index of a known sequence ID. Then replay, which
-merges many batches of the log together into the numbers and into these messages.
+"""The last 65,536 messages of a topic, which are used to find the index of a known sequence ID. The functions at the
+end replay the log: they merge many batches at once into the producers' numbers, and into the recent messages.
 
-A ring of rows. Each row contains a sequence ID, an index, a link to the same producer's previous message, and a link to
-a message of the producer far before it. Messages are counted from 0 as they enter the ring. `numbers[producer_row,
-NEWEST]` is the count of a producer's newest message. Each message has a link to the previous one, so a search for
-duplicates visits only the messages of one producer. -1 means no message.
+The messages are in a ring of rows. Each row contains a sequence ID, an index, a link to the same producer's previous
+message, and a link to a much earlier message of the producer. Messages are counted from 0 as they enter the ring.
+`numbers[producer_row, NEWEST]` is the count of a producer's newest message. Each message has a link to the producer's
+previous message, so a search for duplicates visits only the messages of one producer. -1 means no message.
 
 An old message, or a message that has left the ring, is recognized in a few dozen steps, because each message also has
 the link far back. If the far links of a message's two predecessors span equal distances, its own far link spans both
@@ -17,7 +17,8 @@ it has had: 2.5 MiB for 65,536 messages. The number of rows is a power of two. T
 import numpy as np
 
 from seqdedupe.core.rule import DUP, NEWEST, confirm_batch
-from seqdedupe.format.columns import (
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
+from seqdedupe.format.layout import (
     BASE_INDEX,
     NAME_OFFSETS,
     NAMES,
@@ -30,7 +31,6 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel, load32
 
 RECENT_MESSAGES = 2**16
 _FIRST_ROWS = 64
@@ -53,7 +53,7 @@ def new_ring() -> Int64s:
 
 
 def with_room(ring: Int64s, entered: int, more: int) -> None:
-    """Make the ring longer, in place, if it has no room for `more` messages after the `entered` ones."""
+    """Make the ring longer, in place, if the ring has no room for `more` messages after the `entered` messages."""
     needed = min(entered + more, RECENT_MESSAGES)
     if needed > len(ring):
         # In place, since no view of it is kept. Before the ring wraps, a message's count is its row at any length.
@@ -64,7 +64,7 @@ def with_room(ring: Int64s, entered: int, more: int) -> None:
 def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
     """Enter the messages of a stored batch into the ring, which must have room (`with_room`).
 
-    Return the number of messages entered so far, which was `entered` before.
+    Return the new number of entered messages; `entered` is the old number.
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -95,7 +95,8 @@ def enter(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, r
 
 @kernel()
 def find(sequence_id: int, producer_row: int, numbers: Int64s2, ring: Int64s2, entered: int) -> int:
-    """Return the index of the newest message with this ID of this producer; -1 if it is not known, or no longer."""
+    """Return the index of the newest message with this ID of this producer; -1 if the index is unknown or no longer
+    known."""
     here = numbers[producer_row, NEWEST]
     in_ring = ring.shape[0] - 1
     while here >= 0 and here >= entered - ring.shape[0]:
@@ -117,11 +118,13 @@ def find_duplicates(
     verdicts: Uint8s,
     found: Int64s,
 ) -> int:
-    """Write to `found` the index of the original of each row with verdict DUP, else -1. Return how many are known.
+    """For each row with verdict DUP, write the index of the original (or -1) to `found`. Return the number of known
+    originals.
 
-    Rows are taken from the last to the first. A producer's IDs fall in that order, as they do along its chain in the
-    ring, so one walk serves all its rows. Parts of the chain that are above an ID are skipped. (Where deduplication was
-    off, IDs may rise along the chain; then some originals are not found.)
+    The function handles the rows from the last to the first. In this order a producer's IDs descend, like the IDs along
+    the producer's chain in the ring. So one walk along the chain serves all rows of the producer. The walk skips parts
+    of the chain with higher IDs. (If deduplication was off, IDs may ascend along the chain. In this case some originals
+    are not found.)
     """
     ids = int64_column(raw, places, SEQUENCE_IDS)
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
@@ -157,7 +160,8 @@ def find_duplicates(
 def persist(
     raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s, ring: Int64s2, entered: int
 ) -> int:
-    """Confirm a batch that is in the log (`rule.confirm`), and enter it. Return the result of `enter`."""
+    """Confirm a batch that is in the log (`rule.confirm`), and enter the batch into the ring. Return the result of
+    `enter`."""
     confirm_batch(raw, places, producer_rows, numbers, dirty)
     return enter(raw, places, producer_rows, numbers, ring, entered)
 
@@ -176,10 +180,11 @@ def same_bytes(raw: Bytes, one: int, other: int, count: int) -> bool:
 
 @kernel()
 def name_places(raw: Bytes, table: Int64s2, count: int, places_of_names: Int64s2, first_name: Int64s) -> int:
-    """List the producer names of `count` scanned records: begin and end of each, in `places_of_names`.
+    """List the begin and end of each producer name of `count` scanned records in `places_of_names`.
 
-    `first_name[k]` is the place in that list of record k's first name. A record with the same names as the batch before
-    it shares that batch's entries. Return the length of the list, or -1 if there is no room for all.
+    `first_name[k]` is the position of record k's first name in this list. If a record has the same names as the
+    previous batch, both share the same entries. Return the length of the list, or -1 if the list has no room for all
+    names.
     """
     listed = 0
     before = -1
@@ -234,7 +239,8 @@ def persist_all(
 
 
 def list_names(raw: Bytes, table: Int64s2, count: int) -> tuple[Int64s2, Int64s]:
-    """Return begin and end of the producer names in `count` scanned records, and each record's first entry there."""
+    """Return a list with begin and end of the producer names in `count` scanned records, and the position of each
+    record's first entry in this list."""
     first_name = np.zeros(count, np.int64)
     room = count + 1024
     while True:

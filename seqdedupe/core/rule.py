@@ -5,12 +5,13 @@ numbers.
 (`producer_rows`) and columns with one value for each row: the place of the row's producer among these producers
 (`indexes`; empty: always the first), the lowest sequence ID, and the highest sequence ID. A row of a batch is one
 message, so both IDs are in the same column. A row may also be an opaque range. Then the lowest ID decides and the
-highest ID is recorded, as in Pulsar. The ranges of a broker with its own log, at the end, are such rows.
+highest ID is recorded, as in Pulsar. The functions at the end handle such ranges, for brokers with their own log.
 """
 
 import numpy as np
 
-from seqdedupe.format.columns import (
+from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.layout import (
     BASE_INDEX,
     EPOCHS,
     LINKS,
@@ -19,7 +20,6 @@ from seqdedupe.format.columns import (
     int32_column,
     int64_column,
 )
-from seqdedupe.format.jit import Bytes, Int32Column, Int64Column, Int64s, Int64s2, Uint8s, kernel
 from seqdedupe.limits import LINK_LEFT_OUT
 
 # Columns of `numbers`.
@@ -57,7 +57,7 @@ NO_PASSES: Bytes = np.zeros(0, np.uint8)
 
 @kernel(inline=True)
 def mark(dirty: Uint8s, producer_row: int) -> int:
-    """Set the bit of a producer row in `dirty`: numbers that a snapshot keeps have changed."""
+    """Set the bit of a producer row in `dirty`, because numbers that a snapshot contains have changed."""
     dirty[producer_row >> 3] |= 1 << (producer_row & 7)
     return 0
 
@@ -96,14 +96,15 @@ def first_ids(indexes: Int32Column, ids: Int64Column, producers: int) -> Int64s:
 
 @kernel(inline=True)
 def leaves_out(first: int, pushed: int) -> bool:
-    """Return whether IDs are missing between `pushed` and `first`, which is above `pushed`. If no ID was pushed, none
-    are missing."""
+    """Return whether IDs are missing between `pushed` and the higher ID `first`. If no ID was pushed, no IDs are
+    missing."""
     return 0 <= pushed < first - 1
 
 
 @kernel()
 def gaps(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, expected: Int64s) -> int:
-    """Return the number of producers that skip an ID in those rows of a frame that are above PUSHED. See `leaves_out`.
+    """Examine the rows of a frame that are above PUSHED. Return the number of producers that skip an ID in these rows.
+    See `leaves_out`.
 
     Fill `expected`, one element for each producer, with the ID that is missing at the first gap, -1 if there is no gap.
     """
@@ -262,7 +263,7 @@ def confirm(
 
 @kernel(inline=True)
 def confirm_batch(raw: Bytes, places: Int64s, producer_rows: Int64s, numbers: Int64s2, dirty: Uint8s) -> int:
-    """Call `confirm` for the rows that matter of a batch that is in the log at `places[BASE_INDEX]`."""
+    """Call `confirm` for the relevant rows of a batch that is in the log at `places[BASE_INDEX]`."""
     indexes = int32_column(raw, places, PRODUCER_INDEXES)
     ids = int64_column(raw, places, SEQUENCE_IDS)
     if indexes.shape[0] == 0:
@@ -313,8 +314,8 @@ def check_ranges(
     """Return the problem of the first row that cannot be judged, and set `found[0]` to the row. Return SOUND if all
     rows can be judged.
 
-    With `overlap` a range that is partly at or below `persisted` cannot be judged: no verdict would be true of all its
-    messages.
+    With `overlap`, a range of which only a part is at or below `persisted` cannot be judged, because no single verdict
+    would be true for all its messages.
     """
     for row in range(lowest.shape[0]):
         if passes.shape[0] != 0 and passes[row] != 0:
@@ -343,7 +344,8 @@ def find_gap(
 ) -> int:
     """Return RANGE_GAP if a row above `pushed` skips an ID, else SOUND. The rows must have passed `check_ranges`.
 
-    `found` gets that row and the missing ID. The function pushes as `decide` would, and takes it back.
+    `found` receives the row and the missing ID. The function changes PUSHED in the same way as `decide`, and then
+    restores the old values.
     """
     before = np.empty(lowest.shape[0], np.int64)
     wrong = SOUND

@@ -1,7 +1,8 @@
-"""Errors of databases: whose fault each one is, and its cause. No driver is imported, nor SQLAlchemy.
+"""Errors of databases: the cause of each error, and whether the message or the database is at fault. This module
+imports neither SQLAlchemy nor a driver.
 
-This is the only place that classifies errors of a database. It takes the drivers' own exceptions, as PEP 249 names
-them, and SQLAlchemy's around them.
+Only this module classifies errors of a database. The functions accept drivers' exceptions with the names of PEP 249,
+and SQLAlchemy's exceptions that wrap drivers' exceptions.
 """
 
 import re
@@ -17,15 +18,15 @@ class Fault(Enum):
     """The database works, and refuses the request: the next attempt fails as well."""
 
     DATABASE = "database"
-    """Read-only, full, shutting down, without memory: the caller waits for any length of time. It never counts against
-    a message."""
+    """The database is read-only, full or shutting down, or has no free memory. The caller waits without a time limit.
+    Such a failure never counts as a failed attempt of a message."""
 
     REPEAT = "repeat"
-    """Another transaction was in the way: the whole transaction must be repeated."""
+    """The transaction conflicts with another transaction. The whole transaction must be repeated."""
 
     UNKNOWN = "unknown"
-    """The connection or the statement was ended. A server that goes away causes this, and so does a message that is too
-    large for the server. The message is to blame if it fails alone, again and again, on a database that does other work
+    """The connection or the statement was ended. The cause may be a server that stops, or a message that is too large
+    for the server. The message is the cause if it fails repeatedly when it is alone, while the database does other work
     in between."""
 
 
@@ -98,7 +99,7 @@ _STATES = _by_code(
         _DAMAGED: ("XX001", "XX002"),
     }
 )
-"""By SQLSTATE, or its beginning; the longest match counts."""
+"""The fault for each SQLSTATE, or for each prefix of SQLSTATEs. The longest matching prefix counts."""
 
 _NUMBERS = _by_code(
     {
@@ -148,13 +149,13 @@ _TEXTS = (
     (r"FATAL: .*(too many clients|too many connections|connection slots)", _CONNECTIONS),
     (r"FATAL: .*the database system is ", _STARTING),
 )
-"""If libpq gets no connection, it gives no SQLSTATE. These are the messages of a server whose language is English."""
+"""Error texts of an English-language server. If libpq cannot connect, it reports no SQLSTATE."""
 
 _NO_CONNECTION = re.compile(r"connection to server .* failed: ")
 """The text of libpq itself, which does not depend on the server's language."""
 
 _ANSWERED = re.compile(_NO_CONNECTION.pattern + r"[^\s:]+:  ")
-"""The same, followed by a server's answer: libpq writes its severity, a colon and two spaces."""
+"""The same text, followed by a server's answer. libpq writes the answer's severity, a colon and two spaces."""
 
 _ENDED_STATE = "57P01"
 """The SQLSTATE for all connections when a server shuts down, or for one connection that an administrator ends."""
@@ -166,14 +167,18 @@ _ORDER = (Fault.DATABASE, Fault.REPEAT, Fault.UNKNOWN, Fault.MESSAGE)
 
 
 def fault_of(failure: BaseException) -> Fault:
-    """Return whose fault it is. An error of no database, as a handler's own, is the message's."""
+    """Return whether the message or the database is at fault. If the error is not a database's error, but for example
+    the handler's, the message is at fault."""
     return _cause(_first(failure)).fault
 
 
 def lost_connection(failure: BaseException) -> bool:
-    """Return whether the connection was ended: by a server that goes away, an administrator, or the statement.
+    """Return whether the connection was ended: by a server that stops, by an administrator, or because of the
+    statement.
 
-    If a message fails in this way each time, alone, and the server was not restarted, the message is the cause."""
+    A message is the cause if it is alone in its transaction, every attempt fails in this way, and the server was not
+    restarted.
+    """
     return any(
         codes_of(one)[0] == _ENDED_STATE or _cause(one) in (_LOST, _LOST_MYSQL, _KILLED, _IDLE)
         for one in _chain(failure)
@@ -181,35 +186,37 @@ def lost_connection(failure: BaseException) -> bool:
 
 
 def refuses_entry(failure: BaseException | None) -> bool:
-    """Return whether the database does not exist, or does not let this user in.
+    """Return whether the database does not exist, or refuses this user.
 
-    If it worked before, the caller waits, as for any fault of the database. At the start of a service, an operator has
-    to correct it."""
+    If the database worked before, the caller waits, as for any fault of the database. At the start of a service, an
+    operator has to correct the fault.
+    """
     chain = () if failure is None else _chain(failure)
     return any(_cause(one) in (_NO_ENTRY, _NO_DATABASE, _FILE) for one in chain)
 
 
 def ended(failure: BaseException) -> bool:
-    """Return whether the statement or the connection was ended. A message can do that, and a lost server."""
+    """Return whether the statement or the connection was ended. The cause can be a message or a lost server."""
     return fault_of(failure) is Fault.UNKNOWN or lost_connection(failure)
 
 
 def told(failure: BaseException) -> str:
-    """Return the cause and the driver's message in one line. It contains no password."""
+    """Return the cause and the driver's message in one line. The line contains no password."""
     first = _first(failure)
     what, said = _cause(first).what, " ".join(str(_driver_error(first)).split())
     return f"{what} ({said})" if what else said
 
 
 def _first(failure: BaseException) -> BaseException:
-    """Return the decisive error of a chain: a fault of the database itself counts first.
+    """Return the decisive error of a chain. An error for which the database is at fault has priority.
 
-    A deadlock also ends the savepoint, so the driver's last error is only that there is none."""
+    A deadlock also ends the savepoint, so the driver's last error only reports that the savepoint does not exist."""
     return min(_chain(failure), key=lambda one: _ORDER.index(_cause(one).fault), default=failure)
 
 
 def _chain(failure: BaseException) -> Iterator[BaseException]:
-    """Yield an error of a database, and the errors that led to it. A handler's own error has no such past."""
+    """Yield an error of a database, and the errors that caused this error. For a handler's own error, yield nothing
+    else."""
     cause: BaseException | None = failure if _is_of_a_database(failure) else None
     while cause is not None:
         yield cause
@@ -242,7 +249,7 @@ def _cause(failure: BaseException) -> _Cause:
                 return _STATES[state[:length]]
     if getattr(failure, "connection_invalidated", False) or getattr(failure, "code", None) == _USED_AFTER_LOSS:
         return _LOST
-    # If a driver's connection breaks, or it gets none, there is no code from a server.
+    # If a driver's connection breaks, or the driver cannot connect, there is no error code from a server.
     if state is not None or number is not None or not _is_a(failure, "OperationalError", "InterfaceError"):
         return _REFUSED
     said = str(_driver_error(failure))
@@ -251,9 +258,10 @@ def _cause(failure: BaseException) -> _Cause:
 
 
 def _without_connection(failure: Any, said: str) -> _Cause:
-    """Return the cause of a failure without a code, in whatever language the server has answered.
+    """Return the cause of a failure without a code. The language of the server's answer does not matter.
 
-    A server that refuses a user or a database names it. One that starts, or has no connection free, names neither.
+    A server that refuses a user or a database names this user or database. A server that is starting, or has no free
+    connection, names neither.
     """
     if not _NO_CONNECTION.search(said):
         return _LOST
@@ -266,7 +274,7 @@ def _without_connection(failure: Any, said: str) -> _Cause:
 
 
 def codes_of(failure: BaseException) -> tuple[str | None, int | None]:
-    """Return the SQLSTATE and MariaDB's number of an error, as far as its driver gives them."""
+    """Return the SQLSTATE and MariaDB's number of an error, if the driver provides them."""
     cause = _driver_error(failure)
     first = cause.args[0] if getattr(cause, "args", None) else None
     state = getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None)

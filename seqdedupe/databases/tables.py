@@ -1,5 +1,5 @@
-"""Our tables in users' databases: columns that mean the same in all, URLs whose errors quote no password, and
-connections that notice a lost peer."""
+"""The project's tables in users' databases: columns with the same meaning in every database, URLs whose errors quote no
+password, and connections that detect a lost peer."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class UrlError(ValueError):
-    """The problem of a URL, as text that follows "the URL": it quotes nothing of the URL."""
+    """The problem of a URL. The text continues a sentence that begins with "the URL", and quotes no part of the URL."""
 
 
 def url_of(text: str) -> URL:
@@ -34,15 +34,16 @@ def url_of(text: str) -> URL:
 
 
 def missing_file(path: str | None) -> str | None:
-    """Return what to say of a path of SQLite at which there is no file, which SQLite would make; None if there is
-    one."""
+    """Return the error text for a path without a file, because SQLite would create the file. Return None if the file
+    exists."""
     return None if os.path.exists(path or "") else f"there is no file {os.path.abspath(path or '')}"
 
 
 def check_password_ends(password: object, host: object, database: object) -> None:
-    """Raise UrlError if a part of the password was read as the host or database, whose errors would show it.
+    """Raise UrlError if a part of the password was parsed as the host or database. Errors would then show this part.
 
-    SQLAlchemy and libpq end the password at the first @."""
+    SQLAlchemy and libpq end the password at the first @.
+    """
     if password is not None and "@" in f"{host}{database}":
         raise UrlError("has an @ after its password: write @ in a user's name or password as %40, and / as %2F")
 
@@ -74,9 +75,10 @@ WHERE l.pid = pg_backend_pid() AND l.locktype = 'relation' AND l.mode = 'RowExcl
 AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
 AND (c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence = 'u') ORDER BY 1
 """
-"""A query for the end of a transaction: tables that it has written, and that are not committed together with the
-others. A crash of the server empties an unlogged table, and a foreign table commits alone. The transaction's own locks
-show where rows were really written: in partitions, in tables that inherit, behind views and triggers."""
+"""A query for the end of a transaction. It finds the tables that the transaction has written to, and that are not
+committed together with the other tables. A crash of the server empties an unlogged table, and a foreign table commits
+alone. The transaction's own locks show where rows were really written: in partitions, in tables that inherit, behind
+views and triggers."""
 
 NO_AUTOCOMMIT = (
     'Let the engine have no isolation_level="AUTOCOMMIT" (create_engine, execution_options), and its driver no '
@@ -86,8 +88,8 @@ NO_AUTOCOMMIT = (
 
 
 class name_type(TypeDecorator[str]):  # noqa: N801 (a type, named as SQLAlchemy names its functions for them)
-    """Text that is compared byte by byte. In MariaDB and MySQL it is stored as UTF-8 bytes. Otherwise `a`, `A` and `a `
-    would be equal there, the last one also with a binary collation."""
+    """Text that is compared byte by byte. In MariaDB and MySQL the text is stored as UTF-8 bytes. Otherwise these
+    databases would treat `a`, `A` and `a ` as equal. Even with a binary collation, `a` and `a ` would be equal."""
 
     impl = String
     cache_ok = True
@@ -134,31 +136,33 @@ THEN 'an unlogged table' ELSE 'a temporary table' END
 FROM named LEFT JOIN LATERAL pg_partition_tree(place) AS part ON true JOIN pg_class c ON c.oid IN (place, part.relid)
 WHERE c.relkind = 'f' OR c.relkind = 'r' AND c.relpersistence <> 'p' ORDER BY 1
 """
-"""A query before anything is written: among tables with these quoted names, `{names}`, and all their partitions, those
-that would not be committed with others, or would not exist after a crash."""
+"""A query before the first write. It examines the tables with the quoted names `{names}`, and all their partitions. It
+finds the tables that would not be committed together with other tables, or would be lost in a crash."""
 
 
 def cure_of(table: str, kind: str) -> str:
-    """Return the hint for a table that these queries have found, by the kind that they report."""
+    """Return the hint for an unsafe table that these queries have found. The hint depends on the kind of table that the
+    query reports."""
     if kind == "an unlogged table":
         return f"ALTER TABLE {table} SET LOGGED"
     return f"Let the rows go into a table of this database instead of {table}."
 
 
 def check_outlives_a_crash(found: Any) -> None:
-    """Raise INVALID_OUTPUT with a table and its kind, if one of the queries for unsafe tables has found one."""
+    """Raise INVALID_OUTPUT if one of the queries finds an unsafe table, which would lose data in a crash. The error
+    names the table and its kind."""
     if found:
         what = f"the table {found[0]} is {found[1]}: after a crash it would not hold what the other tables hold"
         raise error("INVALID_OUTPUT", what, hint=cure_of(*found))
 
 
 def make_tables(engine: Engine, metadata: MetaData) -> None:
-    """Make the tables that do not exist, and missing indexes: MariaDB commits each statement, so a failed run leaves
-    some.
+    """Make missing tables and missing indexes. MariaDB commits each statement, so an earlier failed run may have made
+    only some of them.
 
     Raises INVALID_OUTPUT if an existing table lacks columns."""
-    # If two processes make the same table or index at once, one fails. It looks again, and finds it. That can happen
-    # for each.
+    # If two processes make the same table or index at the same time, one process fails. That process looks again, and
+    # finds the table or index. This can happen for each table and index.
     _insist(partial(metadata.create_all, engine), sum(1 + len(table.indexes) for table in metadata.sorted_tables))
     found = inspect(engine)
     for wanted in metadata.sorted_tables:
@@ -168,7 +172,7 @@ def make_tables(engine: Engine, metadata: MetaData) -> None:
             raise error(
                 "INVALID_OUTPUT",
                 f"the table {wanted.name} has no column {', '.join(missing)}",
-                hint="It is of another program or version: rename it, or use another database or schema.",
+                hint="The table belongs to another program or version. Rename it, or use another database or schema.",
             )
         for index in wanted.indexes:
             _insist(partial(index.create, engine, checkfirst=True), 1)

@@ -1,5 +1,5 @@
-"""Data directories, examined and salvaged while no sidecar uses them.
+"""Examine and salvage data directories while no sidecar uses them.
 
-Begin with `examine`, which reads everything and returns `findings`, among them what is missing where a log was damaged.
-`salvage` writes everything readable into a new directory.
+Begin with `examine`, which reads everything and returns `findings`. The findings also list the messages that are
+missing because a log is damaged. `salvage` writes everything readable into a new directory.
 """

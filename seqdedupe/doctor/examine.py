@@ -1,5 +1,5 @@
-"""Reads every byte of a data directory while no sidecar uses it. Changes nothing. Begin with `examine`; the findings
-about one topic's log are at the end."""
+"""Read every byte of a data directory while no sidecar uses the directory, and change nothing. Begin with `examine`.
+The functions for the log of one topic are at the end."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,9 +13,9 @@ from seqdedupe.errors import REASONS, DamagedError, error
 from seqdedupe.figures import counted
 from seqdedupe.files import kept_unused
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, ROWS
 from seqdedupe.format.headers import key_of
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd, inspect
 from seqdedupe.log.embedded.journal_replay import JournalReplay
@@ -40,7 +40,7 @@ IMPORT_AGAIN = "start the sidecar and import the same file again (seqdedupe impo
 
 
 def examine_imported(found: TopicFindings, store: Store | None, wanted: ImportedWindow) -> None:
-    """Write to `found` the number of imported IDs, and why some are missing."""
+    """Write the number of imported IDs to `found`. If IDs are missing, also write the reason."""
     found.imported_ids = wanted.ids
     found.imported_why = _why(store, found.incarnation, wanted)
     if found.imported_why:
@@ -79,7 +79,7 @@ GIVE_UP = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A topic that has a log: the findings, and the values needed to read the log again."""
+    """A topic that has a log: the findings about the topic, and the values that are needed to read the log again."""
 
     findings: TopicFindings
     folder: Path
@@ -91,10 +91,10 @@ class Examined:
 
 
 def examine(directory: Path, each: Callable[[Examined], None] = lambda examined: None) -> Findings:
-    """Read everything. `each` is called with every topic whose log can be read, in the order of their creation.
+    """Read everything. `each` is called with every topic whose log can be read, in the order of creation.
 
-    Raises DIRECTORY_IN_USE if a sidecar uses it, INVALID_CONFIGURATION if it is no data directory, STORE_UNAVAILABLE,
-    OSError.
+    Raises DIRECTORY_IN_USE if a sidecar uses the directory, INVALID_CONFIGURATION if the directory is not a data
+    directory, STORE_UNAVAILABLE, OSError.
     """
     logs = directory / "logs"
     if not logs.is_dir() and not (directory / "store").is_dir():
@@ -172,8 +172,8 @@ def _topic_or_why(
     replay: JournalReplay,
     each: Callable[[Examined], None],
 ) -> TopicFindings:
-    """Return the findings about a topic. A file of one topic that the disk cannot return does not block the other
-    topics."""
+    """Return the findings about a topic. If the disk cannot read a file of this topic, the other topics are still
+    examined."""
     try:
         return _topic(folder, incarnation, stored, store, replay, each)
     except OSError as e:
@@ -284,7 +284,7 @@ def _said_by(folder: Path) -> tuple[str | None, int, str]:
 
 
 def _secret(folder: Path, record: TopicRecord | None, found: TopicFindings) -> bytes:
-    """Return the secret that binds the log's records to it; empty if it is not known."""
+    """Return the secret that binds the records to their log; empty if the secret is not known."""
     there = secret_of(folder, record.secret if record is not None else b"")
     if there.why is not None:
         found.disagreements.append(there.why.message)
@@ -340,7 +340,7 @@ def examine_log(
     *,
     expects_snapshot: bool,
 ) -> Tally | None:
-    """Read the log, and write the findings to `found`. The tally also has the snapshot's numbers, merged at the end.
+    """Read the log, and write the findings to `found`. At the end, the snapshot's numbers are merged into the tally.
 
     Return None for a log that this version cannot read to its end.
     """
@@ -379,7 +379,7 @@ def _take(part: Intact | Damage | TornEnd, meeting: "_Meeting", tally: Tally, fo
         found.next_index = int(part.table[-1, BASE_INDEX] + part.table[-1, ROWS])
     elif isinstance(part, Damage):
         tally.add_damage(part)
-        # Its record would keep in memory everything that was read with it.
+        # The record is dropped, because it would keep the whole buffer of the read in memory.
         found.damage.append(replace(part, record=None))
         found.next_index = part.next_index or found.next_index
     else:
@@ -387,7 +387,7 @@ def _take(part: Intact | Damage | TornEnd, meeting: "_Meeting", tally: Tally, fo
 
 
 class _Meeting:
-    """The place in the log where the snapshot's position is: there, log and snapshot must agree."""
+    """The place in the log at the snapshot's position. At this place, log and snapshot must agree."""
 
     def __init__(self, tally: Tally, loaded: Loaded | None, found: TopicFindings, last_file: Path) -> None:
         self._last_file = last_file
@@ -435,7 +435,7 @@ class _Meeting:
             self._check_above(loaded)
 
     def _meet(self, loaded: Loaded) -> None:
-        """Check that the log knows no more of any producer than the store."""
+        """Check that the log has no higher numbers of any producer than the store."""
         self._has_met = True
         tally = self._tally
         numbers = tally.producers.add_listed(*loaded.names.listed())
@@ -449,7 +449,7 @@ class _Meeting:
             )
 
     def _check_above(self, loaded: Loaded) -> None:
-        """Check that a whole log knows everything that the store knows."""
+        """Check that an undamaged log contains all state that the store contains."""
         tally = self._tally
         numbers, there = tally.known_to(loaded)
         below = np.flatnonzero(tally.persisted()[numbers] < loaded.persisted[there])

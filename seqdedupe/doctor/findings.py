@@ -1,7 +1,7 @@
 """The findings about a data directory, as values and in the documented JSON.
 
-`Tally` finds them in the records of a log: the state that the records add up to (the producers' numbers, the policy,
-the term), and what must have been lost.
+`Tally` computes the findings from the records of a log: the resulting state (the producers' numbers, the policy, the
+term), and the messages that must have been lost.
 """
 
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.recent import list_names
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, confirm_batch
-from seqdedupe.format.columns import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
 from seqdedupe.format.headers import HEADER_BYTES
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s, kernel
+from seqdedupe.format.layout import COLUMNS_END, LINKS, PRODUCERS, RECORD_START, ROWS, TERM, int64_column
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded.inspection import Damage, Intact, TornEnd
 from seqdedupe.store.snapshots import Loaded
@@ -35,8 +35,8 @@ class StoreState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A range of sequence IDs of a producer with missing messages. Gaps are legal, so not every ID need be a
-    message."""
+    """A range of sequence IDs of a producer with missing messages. Gaps are legal, so some of these IDs may never have
+    had a message."""
 
     producer: str
     first_sequence_id: int
@@ -45,7 +45,8 @@ class Missing:
     """The number of messages; None if it is unknown."""
 
     is_perhaps_trimmed: bool = False
-    """Whether retention may have removed some or all: no earlier message of this producer is stored."""
+    """Whether retention may have removed some or all of these messages. This is possible if no earlier message of the
+    producer is stored."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -59,7 +60,7 @@ class Missing:
 
 @dataclass(slots=True)
 class TopicFindings:
-    """One topic: what is whole, damaged, or missing, where store and log disagree, and what to do."""
+    """The findings about one topic: whole, damaged and missing parts, disagreements of store and log, and remedies."""
 
     name: str
     incarnation: int
@@ -71,7 +72,7 @@ class TopicFindings:
     producers: int = 0
     log_bytes: int = 0
     partitions: int = 0
-    """The number of partitions of the topic that it is a partition of; 0 if it is none."""
+    """If the topic is a partition: the number of partitions of its partitioned topic; otherwise 0."""
     damage: list[Damage] = field(default_factory=list)
     torn_end: TornEnd | None = None
     missing: list[Missing] = field(default_factory=list)
@@ -80,7 +81,7 @@ class TopicFindings:
     imported_ids: int = 0
     """The number of imported deduplication IDs."""
     imported_why: str = ""
-    """Why some of these are missing; empty if all are there."""
+    """The reason why some imported IDs are missing; empty if no ID is missing."""
     notes: list[str] = field(default_factory=list)
     """Findings that are no damage."""
     cures: list[str] = field(default_factory=list)
@@ -166,10 +167,11 @@ def _torn_json(torn: TornEnd) -> dict[str, Any]:
 
 # -- The messages missing where a log was damaged: a later batch names the ID that its producer had sent before.
 #
-# In a whole log, a link is never above what the log has confirmed of that producer by then.
+# In an undamaged log, a link is never above the producer's highest ID that the log has confirmed before the link.
 
 HOLE_VALUES = 3
-"""A hole: the producer row, the highest ID known before it (-1: none), and the link, the highest ID in it."""
+"""The values of a hole: the producer row, the highest known ID before the hole (-1: none), and the link, which is the
+highest ID in the hole."""
 
 NO_HOLES = np.zeros((0, HOLE_VALUES), np.int64)
 
@@ -184,9 +186,11 @@ def confirm_all(
     dirty: Uint8s,
     holes: Int64s2,
 ) -> int:
-    """Call `rule.confirm_batch` for every batch among scanned records; `producer_rows` are those of the listed names.
+    """Call `rule.confirm_batch` for every batch among scanned records. `producer_rows` are the rows of the listed
+    names.
 
-    Write the links above what was confirmed before to `holes`, as far as there is room. Return their number.
+    Write a link to `holes` if the link is above the producer's confirmed ID at that point, and `holes` has room. Return
+    the number of links written.
     """
     found = 0
     for k in range(table.shape[0]):
@@ -208,7 +212,8 @@ def confirm_all(
 
 
 class Tally:
-    """Receives a log in order, and merges it as recovery does. `place` is the location of the log, for a person."""
+    """Receives the records of a log in order, and merges the records in the same way as recovery. `place` is the
+    location of the log, as text for people."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -255,7 +260,8 @@ class Tally:
             self.term = max(self.term, highest_term(change.epochs))
 
     def add_damage(self, damage: Damage) -> None:
-        """Add unreadable records. If their columns are whole, those count: the records had been stored."""
+        """Add unreadable records. If the columns of such a record are intact, merge the columns: the record had been
+        stored."""
         self._has_damage = True
         if damage.record is None:
             return
@@ -269,7 +275,7 @@ class Tally:
             self.missing.append(Missing(name, int(ids[0]), int(ids[-1]), len(ids)))
 
     def _confirm(self, raw: bytes, table: Int64s) -> None:
-        """Merge batches. After damage, a link above the known ID shows what was lost."""
+        """Merge batches. After damage, a link above the known ID shows that messages up to the linked ID were lost."""
         view = np.frombuffer(raw, np.uint8)
         spans, first_name = list_names(view, table, len(table))
         rows = self.producers.add_listed(view, spans)
@@ -282,7 +288,8 @@ class Tally:
             self._lose(number, known, link)
 
     def add_snapshot(self, loaded: Loaded) -> None:
-        """Merge the store's snapshot. If it knows more of a producer than the log, that part was lost."""
+        """Merge the store's snapshot. If the snapshot has a higher ID of a producer than the log, the log has lost
+        messages."""
         self.term = max(self.term, loaded.term)
         if self.policy is None and loaded.policy:
             self.policy = control.decode_policy(loaded.policy)
@@ -296,10 +303,9 @@ class Tally:
         self.term = max(self.term, highest_term(epochs))
 
     def known_to(self, loaded: Loaded) -> tuple[Int64s, Int64s]:
-        """Return the numbers of the producers about which a snapshot knows something, in this tally and in the
-        snapshot.
+        """Return the numbers, in this tally and in the snapshot, of the producers whose state the snapshot contains.
 
-        A producer that was reset or forgotten after the snapshot is not among them: only the log knows it.
+        Producers that were reset or forgotten after the snapshot are omitted: only the log has their present state.
         """
         numbers = self.producers.add_listed(*loaded.names.listed())
         there = np.flatnonzero(

@@ -1,9 +1,9 @@
-"""Salvage: everything still readable in a data directory, written into a new one that a sidecar can open.
+"""Salvage: write everything that is still readable in a data directory into a new directory that a sidecar can open.
 
-A whole topic is copied unchanged. From any other topic, the remaining messages are written in order to a log of a new
-incarnation. So no reader continues from a position in the old log. Watermarks are at least those in the old log and the
-old store. So an existing message is never stored twice. A missing message would also be a Dup, so the missing messages
-are reported.
+An undamaged topic is copied unchanged. From any other topic, the remaining messages are written in order to a log of a
+new incarnation. So no reader continues from a position in the old log. Watermarks in the new log are at least as high
+as the watermarks in the old log and the old store. So an existing message is never stored twice. A missing message
+would also be a Dup, so the missing messages are reported.
 """
 
 import asyncio
@@ -24,8 +24,8 @@ from seqdedupe.doctor.findings import Findings, Tally
 from seqdedupe.errors import error
 from seqdedupe.files import becoming, kept_unused, sync_folder
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.headers import HEADER_BYTES, SECRET_BYTES, TOKEN_BYTES, key_of
+from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PUBLISH_TIME_MS, RECORD_START, ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.embedded import log_folder
@@ -46,13 +46,12 @@ from seqdedupe.transfer import stored_records
 
 
 class NewLog:
-    """An empty log that is written from its first record to its last. No other object uses the log. Create it on an
-    event loop, although no method waits. All methods raise LOG_REFUSED if the log cannot be written. In this case, the
-    part that was written is unusable.
-    """
+    """A new log that is written from beginning to end. No other object uses the log. Create it on an event loop,
+    although no method waits. All methods raise LOG_REFUSED if the log cannot be written. In this case, the part that
+    was written is unusable."""
 
     def __init__(self, folder: Path, identity: LogIdentity, term: int, random_bytes: bytes) -> None:
-        tail = Tail(Segment(folder, identity, 0, 0), 0, 0, 0, 0, records.END)
+        tail = Tail(Segment(folder, identity, 0), 0, 0, 0, 0, records.END)
         self._writer = Writer(
             folder,
             tail,
@@ -75,8 +74,8 @@ class NewLog:
             left -= self._write()
 
     def finish(self, term: int, token: bytes) -> None:
-        """Finish the log, durable on return. A last marker, with a higher term, states that everything before it is
-        durable."""
+        """Finish the log. When this returns, the log is durable. A last marker, with a higher term, states that
+        everything before this marker is durable."""
         try:
             self._writer.sync()
             self._opening = self._open(term, token)
@@ -97,7 +96,7 @@ class NewLog:
         except FatalError as e:
             raise error("LOG_REFUSED", str(e)) from e
         if written is None or written.failure is not None:
-            raise error("LOG_REFUSED", written.why if written else "the log takes nothing")
+            raise error("LOG_REFUSED", written.why if written else "the log accepts nothing")
         self._writer.forget_written()
         self.next_index = written.next_index
         return len(written.runs)
@@ -108,7 +107,7 @@ REPORT_FILE = "salvage.json"
 
 @dataclass(slots=True)
 class KeptStretch:
-    """Consecutive messages of the old log, and the index of the first one in the new log."""
+    """Consecutive messages of the old log, and the index of the first of these messages in the new log."""
 
     first_index: int
     last_index: int
@@ -123,9 +122,9 @@ class SalvagedTopic:
     is_copied: bool
     kept: list[KeptStretch] = field(default_factory=list)
     has_snapshot: bool = False
-    """Whether the old store's snapshot of it is in the new store."""
+    """Whether the new store contains the old store's snapshot of the topic."""
     imported_of: int | None = None
-    """The incarnation whose imported IDs it has; None if there are none."""
+    """The incarnation whose imported IDs the new topic has; None if there are no imported IDs."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the documented form: keep it stable."""
@@ -163,10 +162,12 @@ class Salvage:
 
 
 def salvage(directory: Path, to: Path) -> Salvage:
-    """Write the new directory. It is durable on return, and does not have its name before. Blocks.
+    """Write the new directory. The directory gets its name when it is complete. When this returns, the directory is
+    durable. This call blocks.
 
     Raises DIRECTORY_NOT_EMPTY, LOG_REFUSED, INVALID_CONFIGURATION if the topics are on a broker's own log, and the
-    errors of `examine`; OSError. Then nothing is left; a power cut leaves a folder named `.unfinished`.
+    errors of `examine`; OSError. After an error nothing remains. After a power cut a folder named `.unfinished`
+    remains.
     """
     with kept_unused(directory), becoming(to, directory) as unfinished:
         if claim := read_claim(directory):
@@ -183,7 +184,8 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         # Without a snapshot a log must begin with index 0.
         can_be_copied = found.has_whole_log and (examined.loaded is not None or found.first_index == 0)
         if not can_be_copied and log_folder.leaving_to(examined.folder) is not None:
-            # As another incarnation it would serve in addition to the log that the other sidecar may have.
+            # As another incarnation, the topic would be served here, in addition to the log that the other sidecar may
+            # have.
             return
         if any(found.name == other.record.name for other in topics):
             found.name = topic_name(f"salvaged-{found.incarnation}")
@@ -200,7 +202,7 @@ async def _fill(directory: Path, to: Path) -> Salvage:
         raise error(
             "INVALID_CONFIGURATION",
             why,
-            hint="Restore the store, or start with an empty directory: what the topics hold is read again.",
+            hint="Restore the store, or start with an empty directory: the sidecar then reads the topics again.",
         )
     # Last: a sidecar refuses to start with logs and no store.
     await _make_store(directory / "store", to / "store", topics, findings.namespace_policies)
@@ -253,8 +255,8 @@ def _rewrite(examined: Examined, to: Path, others: list[SalvagedTopic]) -> Salva
 
 
 def _last_words(tally: Tally) -> Iterator[control.Change]:
-    """Yield every producer's numbers, independent of the batches: producers that were reset or forgotten are so
-    again."""
+    """Yield every producer's numbers in records that do not depend on the batches. So producers that were reset or
+    forgotten in the old log are also reset or forgotten in the new log."""
     names, epochs, persisted = tally.producers.names_from(0), tally.epochs(), tally.persisted()
     if names:
         yield from control.parts(control.ProducerSessions(names, epochs, persisted))

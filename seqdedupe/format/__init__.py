@@ -1,5 +1,5 @@
-"""Bytes: the places of the parts of a batch and of a record. No other package computes places.
+"""The layout of bytes: the offsets of the parts of a batch and of a record. No other package computes such offsets.
 
-Begin with `columns`, which finds the columns of a batch. `headers` and `records` are about records in a log, `journal`
-about the log's journal. `jit` compiles all kernels. Without numba, the kernels stay plain functions.
+Begin with `layout`, which finds the columns of a batch. `headers` and `records` handle records in a log, and `journal`
+handles the log's journal. `jit` compiles all kernels. Without numba, the kernels stay plain functions.
 """

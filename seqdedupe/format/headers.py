@@ -1,7 +1,8 @@
-"""A record's header of fixed width: the places of its values, and how it is written.
+"""A record's header, which has a fixed width: the places of the values, and the function that writes a header.
 
-`docs/internals/formats.md` draws it. Header and body together are one element of the answer's `records` in protobuf's
-encoding, so a slice of a segment file is a valid answer. Offsets below are from the start of the record.
+`docs/internals/formats.md` shows the layout. In protobuf's encoding, header and body together are one element of the
+field `records` of an answer. So a slice of a segment file is a valid answer. Offsets below are from the start of the
+record.
 """
 
 import struct
@@ -13,7 +14,8 @@ from seqdedupe.format.jit import Bytes, Int64s, Uint8s, add64, for_kernels, kern
 
 # -- SipHash-2-4 (Aumasson and Bernstein) as a kernel. It shows that a header is one of ours.
 #
-# Only an owner of the key can make the tag of given bytes. Words are signed here; only their bits matter.
+# Only an owner of the key can compute the tag of given bytes. Words are signed numbers here, but only their bits
+# matter.
 
 SECRET_BYTES = 16
 
@@ -142,8 +144,9 @@ def header(
 ) -> bytes:
     """Return the header of an encoded body. The record is the header followed by the body. With NO_KEY the tag is 0.
 
-    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG. Only a batch has rows; the other bodies are all columns. In a
-    log a record ends with the body. A record made for readers may have `after_body_bytes` of other fields after it.
+    `body_tag` is BATCH_TAG, CONTROL_TAG or MARKER_TAG. Only a batch has rows; other bodies consist only of columns. In
+    a log a record ends with the body. In a record made for readers, `after_body_bytes` of other fields may follow the
+    body.
     """
     tag_and_length = BODY.pack(body_tag, padded_varint(len(body)))
     checked = CHECKED.pack(
@@ -211,7 +214,7 @@ def marker_body(term: int, token: bytes) -> bytes:
 
 
 def with_tags(made: list[bytes], key: Int64s) -> list[memoryview]:
-    """Return headers that were made with NO_KEY, with their tags: many with one call of a kernel."""
+    """Return headers that were made with NO_KEY, with their tags. One call of a kernel computes all tags."""
     raw = np.frombuffer(b"".join(made), np.uint8).copy()
     put_tags(raw, len(made), key)
     view = memoryview(raw)  # type: ignore[arg-type]  # an array is a buffer
@@ -230,5 +233,5 @@ def put_tags(raw: Uint8s, count: int, key: Int64s) -> int:
 
 
 def ownership_of(token: bytes) -> int:
-    """Return the ownership that records under the marker with this token carry, as an unsigned number."""
+    """Return the ownership, as an unsigned number, in records that follow the marker with this token."""
     return int.from_bytes(token[:8], "little")

@@ -26,7 +26,8 @@ Uint8s = npt.NDArray[np.uint8]
 Int32s = npt.NDArray[np.int32]
 Int64s = npt.NDArray[np.int64]
 Int64s2 = Annotated[npt.NDArray[np.int64], "of two dimensions"]
-# Anywhere in a buffer, so perhaps not aligned. Any contiguous array of these numbers is accepted.
+# The numbers may begin anywhere in a buffer, so they may not be aligned. Any contiguous array of these numbers is
+# accepted.
 Int32Column = Annotated[npt.NDArray[np.int32], "nobody may change it"]
 Int64Column = Annotated[npt.NDArray[np.int64], "nobody may change it"]
 
@@ -60,12 +61,12 @@ def view64(raw: Any, at: int, count: int) -> Int64Column:
 
 
 def copy(target: Any, at: int, raw: Any, begin: int, count: int) -> None:
-    """Copy `count` bytes from the place `begin` of a buffer to the place `at` of another one."""
+    """Copy `count` bytes from the place `begin` of one buffer to the place `at` of another buffer."""
     target[at : at + count] = raw[begin : begin + count]
 
 
 def element(array: Any, at: int) -> Any:
-    """Return this element of an array of numbers. Its place is not negative."""
+    """Return this element of an array of numbers. The element's index must not be negative."""
     return array[at]
 
 
@@ -149,26 +150,28 @@ else:
     """The kernels that are still to be compiled, in the order in which they may call each other, and their types."""
 
     def keep_compiled(folder: Path) -> None:
-        """Keep kernels of modules that are imported from now on in this folder, and load them from it.
+        """For modules that are imported from now on, store compiled kernels in this folder, and load them from this
+        folder.
 
-        numba unpickles the files there: no other user may be able to write to the folder.
+        numba unpickles the files in the folder, so no other user may be able to write to the folder.
         """
         global _is_kept
         numba.config.CACHE_DIR = str(folder)  # type: ignore[attr-defined]
         _is_kept = True
 
     def compile_later() -> None:
-        """Leave kernels of modules that are imported from now on as plain functions until `compile_now`. They have the
-        same results, and are up to a hundred times as slow."""
+        """For modules that are imported from now on, do not compile the kernels before `compile_now`. Plain functions
+        have the same results, but are up to a hundred times slower."""
         global _is_later
         _is_later = True
 
     def compile_now(goes_on: Callable[[], bool] = lambda: True) -> None:
-        """Compile the kernels that were left plain, or load them from the folder where they are kept, while `goes_on()`
-        is true. May be called in a separate thread: a call meanwhile runs either the plain function or the compiled
-        one.
+        """Compile the kernels that are still plain functions, or load them from their folder. Stop when `goes_on()` is
+        false. This may run in a separate thread. A call of a kernel during this time runs either the plain function or
+        the compiled function.
 
-        Raises the errors of numba, LLVM and the file system. Then this kernel and those after it stay plain functions.
+        Raises the errors of numba, LLVM and the file system. After an error, this kernel and all later kernels stay
+        plain functions.
         """
         global _is_later
         _is_later = False
@@ -189,12 +192,13 @@ else:
         """Compile the function for the types in its annotations.
 
         - `bare`: the function neither makes nor returns arrays, and counts no references to its array arguments.
-          Without it, each array argument of a function called in a loop can cost two locked instructions per turn.
-        - `inline` puts it into the kernels that call it: for a part of a short kernel, where the cost of a call
-          matters.
-        - `nogil` lets other threads run meanwhile: for long work that is called in a thread.
-        - `at_once` compiles it now, even after `compile_later`: for work on every byte, where a plain function takes
-          seconds.
+          Without `bare`, each array argument of a function called in a loop can cost two locked instructions per
+          iteration.
+        - `inline` inlines the function into the kernels that call it. Use `inline` for parts of short kernels, where
+          the cost of a call matters.
+        - `nogil` lets other Python threads run at the same time. Use `nogil` for long work in a separate thread.
+        - `at_once` compiles the function now, even after `compile_later`. Use `at_once` for work on every byte, where a
+          plain function takes seconds.
         """
 
         def compiled(function: F) -> F:
@@ -220,7 +224,8 @@ else:
         return compiled
 
     def _plain(function: Any, are_ints: list[bool], returned: Any) -> Callable[..., Any]:
-        """Return the function, called with Python's numbers instead of numpy's, which overflow."""
+        """Return a wrapper that calls the function with Python's numbers instead of numpy's numbers, which can
+        overflow."""
 
         def called(*arguments: Any) -> Any:
             result = function(
@@ -231,13 +236,14 @@ else:
         return called
 
     def for_kernels(function: F) -> F:
-        """Let kernels call this plain function. It is compiled into them, and stays plain for all other callers."""
+        """Let kernels call this plain function. The function is compiled into the kernels, and stays plain for all
+        other callers."""
         plain: F = register_jitable(function)
         return plain
 
     def _in_kernels(function: Any, definition: Callable[..., Any]) -> None:
-        """Have kernels that call this plain function contain the code that the definition generates: like a numba
-        intrinsic that Python can call too."""
+        """Put the code that the definition generates into the kernels that call this plain function. The result is like
+        a numba intrinsic that Python can also call."""
 
         def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
             return definition(*signature.args)[1](context, builder, signature, arguments)
@@ -267,7 +273,8 @@ else:
     _in_kernels(load64, _load(64))
 
     def _view(column: Any) -> Any:
-        # The same memory. If the buffer were sliced and viewed as numbers, numba would take them for aligned.
+        # The result uses the same memory. If the buffer were sliced and viewed as numbers, numba would assume that the
+        # numbers are aligned.
         def view(raw, at, count):  # type: ignore[no-untyped-def]
             def generate(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
                 array = context.make_array(signature.args[0])(context, builder, arguments[0])

@@ -1,4 +1,5 @@
-"""A round in the journal: the data written to several segments at once. `docs/internals/formats.md` draws it."""
+"""A round in the journal: the data written to several segments at once. `docs/internals/formats.md` shows the
+layout."""
 
 import struct
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,8 @@ class JournalRound(NamedTuple):
 
     version: int
     number: int
-    """It rises from round to round, including refused ones, in all journals of a directory."""
+    """The number of the round. Numbers ascend over all rounds, including refused rounds, in all journals of a
+    directory."""
     previous: int
     """The number of the previous confirmed round; 0 if there is none."""
     forgotten: int
@@ -80,7 +82,8 @@ def encoded(
 
 
 def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
-    """Return the round at this offset of a journal's file; None if there is no whole head of a round."""
+    """Return the round at this offset of a journal's file; None if there is no complete head of a round at this
+    offset."""
     if at + HEAD_BYTES > len(raw):
         return None
     version, count, file_offset, number, previous, forgotten, size = _HEAD.unpack_from(raw, at + _TAG.size)
@@ -108,7 +111,7 @@ def round_at(raw: bytes, at: int, key: Int64s) -> JournalRound | None:
 
 
 def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
-    """Yield all rounds of a journal's file whose heads are intact, including those after damage."""
+    """Yield all rounds of a journal's file that have intact heads, including rounds after damage."""
     at = 0
     while at < len(raw):
         found = round_at(raw, at, key)
@@ -120,7 +123,8 @@ def rounds_in(raw: bytes, key: Int64s) -> Iterator[JournalRound]:
 
 
 def has_damaged_head(raw: bytes, at: int) -> bool:
-    """Return whether a round was written at this offset where `round_at` finds none, and no power cut explains that."""
+    """Return whether a damaged round is at this offset: `round_at` finds no round there, and a power cut cannot be the
+    reason."""
     fixed_end = at + HEAD_BYTES
     if not is_written(raw, at, at, fixed_end):
         return False
@@ -131,17 +135,19 @@ def has_damaged_head(raw: bytes, at: int) -> bool:
 
 
 def is_written(raw: bytes | memoryview, begin: int, start: int, stop: int) -> bool:
-    """Return whether each sector from `start` to `stop` has bytes of what was written from `begin` on: a round, or a
-    record of a log. `raw` begins with a sector.
+    """Return whether each sector from `start` to `stop` contains bytes of a round or record. The round or record starts
+    at `begin`. `raw` begins at the start of a sector.
 
-    Files only grow. So a sector lost in a power cut is missing, or has zeros after the end of what was written before.
+    Files only grow. So a sector that a power cut has lost is missing, or has only zeros after the end of the earlier
+    data.
     """
     sectors = range(start // SECTOR_BYTES * SECTOR_BYTES, stop, SECTOR_BYTES)
     return stop <= len(raw) and all(any(raw[max(begin, at) : at + SECTOR_BYTES]) for at in sectors)
 
 
 def _next_head(raw: bytes, at: int, key: Int64s) -> int:
-    """Return the place of the next head; the end of the file if there is none. A head states its own place."""
+    """Return the offset of the next head; the end of the file if there is no further head. A head contains its own
+    offset."""
     candidates: list[int] = []
     for shift in range(8):
         count = (len(raw) - shift) // 8

@@ -1,47 +1,18 @@
-"""The places of a canonical batch's columns, and the check that they follow `batch.proto`.
+"""Finds the columns of a canonical batch, and checks that the columns follow `batch.proto`.
 
-This is the only check of everything that a client sends, and of everything that is read from a log. Two things are
-checked elsewhere: the look-up of names checks that names are UTF-8 and occur only once, and `decide` checks sessions
-and links.
+A *place row* describes one batch in a buffer: an array of int64 with PLACES elements, filled by `layout` and `scan`.
+Only `start` and `size` read the place of a column. Each other element has a name.
+
+`layout` checks all batches that a client sends, and all batches that are read from a log. Two checks are in other
+places: the look-up of names checks that names are UTF-8 and occur only once, and `decide` checks sessions and links.
 """
 
 import numpy as np
 
-from seqdedupe.format.columns import (
-    BAD,
-    COLUMN_OF_FIELD,
-    COLUMNS,
-    COLUMNS_END,
-    COMPLETE_UP_TO,
-    DEDUPLICATION_ID_OFFSETS,
-    DEDUPLICATION_IDS,
-    EPOCHS,
-    EVENT_TIMES,
-    FIELD_NUMBERS,
-    KEY_OFFSETS,
-    KEY_VALIDITY,
-    KEYS,
-    LINKS,
-    NAME_OFFSETS,
-    NAMES,
-    PAYLOAD_OFFSETS,
-    PAYLOAD_VALIDITY,
-    PAYLOADS,
-    PRODUCER_INDEXES,
-    PRODUCERS,
-    PROPERTY_NAME_OFFSETS,
-    PROPERTY_NAMES,
-    PROPERTY_OFFSETS,
-    PROPERTY_VALUE_OFFSETS,
-    PROPERTY_VALUES,
-    ROWS,
-    SEQUENCE_IDS,
-    put,
-    size,
-    start,
-)
 from seqdedupe.format.jit import (
     Bytes,
+    Int32Column,
+    Int64Column,
     Int64s,
     Uint8s,
     copy,
@@ -49,13 +20,105 @@ from seqdedupe.format.jit import (
     kernel,
     load32,
     load64,
+    view32,
+    view64,
 )
 from seqdedupe.limits import MAX_BATCH_ROWS, MAX_NAME_BYTES, MAX_PAYLOAD_BYTES
+
+# The columns of a batch, in the order in which they are encoded.
+NAME_OFFSETS = 0
+NAMES = 1
+EPOCHS = 2
+LINKS = 3
+PRODUCER_INDEXES = 4
+SEQUENCE_IDS = 5
+EVENT_TIMES = 6
+KEY_OFFSETS = 7
+KEY_VALIDITY = 8
+KEYS = 9
+PROPERTY_OFFSETS = 10
+PROPERTY_NAME_OFFSETS = 11
+PROPERTY_NAMES = 12
+PROPERTY_VALUE_OFFSETS = 13
+PROPERTY_VALUES = 14
+COMPLETE_UP_TO = 15
+DEDUPLICATION_ID_OFFSETS = 16
+DEDUPLICATION_IDS = 17
+PAYLOAD_OFFSETS = 18
+PAYLOAD_VALIDITY = 19
+PAYLOADS = 20
+COLUMNS = 21
+
+FIELD_NUMBERS = (*range(1, 19), 31, 32, 33)
+"""For each column, its field number in `Batch` (batch.proto)."""
+
+# The other elements of a place row.
+ROWS = 2 * COLUMNS
+PRODUCERS = ROWS + 1
+"""The number of producers; 0 in a batch of deduplication IDs without producers."""
+COLUMNS_END = ROWS + 2
+"""The place where the payload fields begin: recovery does not read beyond it."""
+BAD = ROWS + 3
+"""The row or producer at which a batch was found to be invalid, and the invalid value."""
+BASE_INDEX = ROWS + 4
+PUBLISH_TIME_MS = ROWS + 5
+RECORD_START = ROWS + 6
+RECORD_END = ROWS + 7
+TERM = ROWS + 8
+"""The term of a marker; 0 in a batch and in a control record."""
+SYNCED_OFFSET = ROWS + 9
+OWNERSHIP = ROWS + 10
+"""The ownership as a signed number: see `records.ownership`."""
+PLACES = ROWS + 11
+
+
+@for_kernels
+def start(places: Int64s | list[int], column: int) -> int:
+    """Return the place in the buffer where the column begins; 0 if the column is omitted."""
+    return places[2 * column]
+
+
+@for_kernels
+def size(places: Int64s | list[int], column: int) -> int:
+    """Return the number of bytes of the column; 0 if it is omitted."""
+    return places[2 * column + 1]
+
+
+@for_kernels
+def put(places: Int64s, column: int, start: int, size: int) -> None:
+    """Set the place of the column."""
+    places[2 * column] = start
+    places[2 * column + 1] = size
+
+
+@for_kernels
+def int32_column(raw: Bytes, places: Int64s, column: int) -> Int32Column:
+    """Return the values of a column of 32-bit numbers. In a kernel, the values are valid only while the kernel still
+    uses `raw`."""
+    return view32(raw, start(places, column), size(places, column) // 4)
+
+
+@for_kernels
+def int64_column(raw: Bytes, places: Int64s, column: int) -> Int64Column:
+    """Return the values of a column of 64-bit numbers, as `int32_column` does."""
+    return view64(raw, start(places, column), size(places, column) // 8)
+
+
+def _columns_of_fields() -> Int64s:
+    columns = np.full(max(FIELD_NUMBERS) + 1, -1, np.int64)
+    columns[list(FIELD_NUMBERS)] = range(COLUMNS)
+    return columns
+
+
+COLUMN_OF_FIELD = _columns_of_fields()
+"""The column of each field number, -1 if there is none."""
+
+# -- The check of a batch.
 
 # The reasons why a batch is invalid.
 CANONICAL = 0
 NOT_CANONICAL = 1
-"""Not the form that is stored; it may be a legal but unusual encoding."""
+"""The batch does not have the canonical form. It may be a legal but unusual encoding."""
 NO_ROWS = 2
 TOO_MANY_ROWS = 3
 BAD_NAMES = 4
@@ -78,7 +141,8 @@ _ONE_BYTE_VARINT = 0x80
 
 @kernel()
 def offsets_fit(raw: Bytes, places: Int64s, offsets: int, values: int, blob_bytes: int) -> bool:
-    """Return whether this column holds `values + 1` offsets from 0 that never fall and end at the blob's size."""
+    """Return whether this column has `values + 1` offsets that begin with 0, never decrease, and end with the blob's
+    size."""
     at = start(places, offsets)
     if size(places, offsets) != 4 * (values + 1) or load32(raw, at) != 0:
         return False
@@ -241,8 +305,8 @@ def check_values(raw: Bytes, places: Int64s) -> int:
 
 @kernel()
 def layout_columns(raw: Bytes, begin: int, end: int, places: Int64s) -> int:
-    """Do as `layout` without the payload columns and values. Recovery needs no more of a batch whose checksum is
-    right."""
+    """Do the same as `layout`, without the payload columns and values. Recovery needs only this part of a batch whose
+    checksum is correct."""
     wrong = walk(raw, begin, end, places)
     if wrong != CANONICAL:
         return wrong
@@ -289,7 +353,8 @@ _WHOLE, _NUMBERS, _OFFSETS, _VALUES, _VALIDITY = range(5)
 
 
 def _kinds() -> Int64s:
-    """Return the kind of content of the columns that are cut; the other columns stay unchanged."""
+    """Return the kind of content of each column. With these kinds, `take` cuts columns into rows. `take` copies columns
+    of the kind `_WHOLE` unchanged."""
     kinds = np.full(COLUMNS, _WHOLE, np.int64)
     kinds[[SEQUENCE_IDS, EVENT_TIMES]] = _NUMBERS
     kinds[[KEY_OFFSETS, DEDUPLICATION_ID_OFFSETS, PAYLOAD_OFFSETS]] = _OFFSETS
@@ -324,7 +389,7 @@ def _put_varint(out: Uint8s, at: int, value: int) -> int:
 
 @for_kernels
 def _put_field(out: Uint8s, at: int, column: int, bytes_long: int) -> int:
-    """Write the tag and the length of a column. Return the place of its bytes."""
+    """Write the tag and the length of a column. Return the place where the column's bytes begin."""
     return _put_varint(out, _put_varint(out, at, int(_NUMBER[column]) << 3 | 2), bytes_long)
 
 
@@ -399,8 +464,8 @@ def take(raw: Bytes, places: Int64s, marks: Uint8s, mark: int, out: Uint8s) -> i
     """Write the canonical encoding of the rows whose mark is `mark`. Return its number of bytes.
 
     At least one row must have the mark, and the batch at most one producer. The producer's link becomes the last row
-    before the first row kept. `out` must have room for the whole encoding. The result is the same as that of
-    `Batch.take`, then `Batch.encode`.
+    before the first row kept. `out` must have room for the whole encoding. The result is the same as the result of
+    `Batch.take` followed by `Batch.encode`.
     """
     rows = int(places[ROWS])
     runs = np.empty(rows + 2, np.int64)

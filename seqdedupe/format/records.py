@@ -1,21 +1,8 @@
-"""Reading stored records: from a buffer of records to a table of place rows. Everything except the payloads is
-checked."""
+"""Reading stored records: the functions convert a buffer of records to a table of place rows. They check everything
+except the payloads."""
 
 import numpy as np
 
-from seqdedupe.format.columns import (
-    BASE_INDEX,
-    COLUMNS_END,
-    OWNERSHIP,
-    PLACES,
-    PRODUCERS,
-    PUBLISH_TIME_MS,
-    RECORD_END,
-    RECORD_START,
-    ROWS,
-    SYNCED_OFFSET,
-    TERM,
-)
 from seqdedupe.format.headers import (
     BASE_INDEX_AT,
     BATCH_TAG,
@@ -49,7 +36,21 @@ from seqdedupe.format.headers import (
     siphash,
 )
 from seqdedupe.format.jit import Bytes, Int64s, Int64s2, crc_step, kernel, load32, load64
-from seqdedupe.format.layout import CANONICAL, layout_columns
+from seqdedupe.format.layout import (
+    BASE_INDEX,
+    CANONICAL,
+    COLUMNS_END,
+    OWNERSHIP,
+    PLACES,
+    PRODUCERS,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+    SYNCED_OFFSET,
+    TERM,
+    layout_columns,
+)
 
 # -- CRC32C (Castagnoli) as a kernel, eight bytes per step, for scanning many small records without leaving the loop.
 
@@ -57,7 +58,8 @@ _POLYNOMIAL = 0x82F63B78
 
 
 def _tables() -> np.ndarray:
-    """Return eight tables of 256 remainders: of a byte, and of a byte followed by one to seven zero bytes."""
+    """Return eight tables of 256 CRC remainders each. Table k has the remainder of each byte followed by k zero
+    bytes."""
     tables = np.zeros((8, 256), np.int64)
     for byte in range(256):
         remainder = byte
@@ -115,7 +117,7 @@ else:
 
     @kernel(at_once=True)
     def crc32c(before: int, raw: Bytes, start: int, end: int) -> int:
-        """Return the same checksum, by the processor's instruction: many times as fast."""
+        """Return the same checksum, computed by the processor's CRC instruction, which is many times as fast."""
         crc = before ^ 0xFFFFFFFF
         at = start
         while at + 3 * _LANE_BYTES <= end:
@@ -184,7 +186,7 @@ def new_table(records: int) -> np.ndarray:
 
 @kernel()
 def padded_length(raw: Bytes, at: int) -> int:
-    """Return the value of a five-byte varint, or -1 if it is not one."""
+    """Return the value of a five-byte varint; -1 if the bytes are not a five-byte varint."""
     size = 0
     for i in range(5):
         byte = int(raw[at + i])
@@ -198,8 +200,8 @@ def padded_length(raw: Bytes, at: int) -> int:
 def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: Int64s, places: Int64s) -> int:
     """Read the record at `at` into a place row. Return END if it is intact, else INCOMPLETE, DAMAGED, NEWER or OLDER.
 
-    Header and columns are checked, payloads are not. `file_offset` is the place that the record should name, or -1 to
-    accept any. With NO_KEY its tag is not checked.
+    Header and columns are checked; payloads are not checked. `file_offset` is the offset that the record must contain;
+    -1 accepts any offset. With NO_KEY the record's tag is not checked.
     """
     left = raw.shape[0] - at
     if left < HEADER_BYTES:
@@ -272,13 +274,14 @@ def scan_record(raw: Bytes, at: int, incarnation: int, file_offset: int, key: In
 def scan(
     raw: Bytes, incarnation: int, file_offset: int, next_index: int, key: Int64s, table: Int64s2, result: Int64s
 ) -> int:
-    """Read the records of a buffer into `table`, one place row each, up to the first that cannot be read.
+    """Read the records of a buffer into `table`, one place row for each record, up to the first unreadable record.
 
     `file_offset` is the place of the buffer in its file, or -1 for no check. `next_index` is the index that the first
-    record must have, or -1 to accept any. Every later record must follow on. `result` receives three values: the number
-    of records read, the place of the first unread one, and the ownership of the last one read. The third is also an
-    input: the ownership of the record before the first, or 0 to accept the first one's. Return why it stopped: END,
-    INCOMPLETE, DAMAGED, NEWER, OLDER, NOT_CONTIGUOUS, OTHER_OWNER or FULL.
+    record must have; -1 accepts any index. Each later record must continue the previous record. `result` receives three
+    values: the number of records read, the place of the first record not read, and the ownership of the last record
+    read. The third value is also an input: the ownership of the record before the first record; 0 accepts any
+    ownership. Return the reason why the scan stopped: END, INCOMPLETE, DAMAGED, NEWER, OLDER, NOT_CONTIGUOUS,
+    OTHER_OWNER or FULL.
     """
     at = 0
     count = 0
@@ -317,8 +320,9 @@ def new_result(ownership: int = 0) -> Int64s:
 def span(raw: Bytes, result: Int64s) -> int:
     """Find the range of a slice of whole, checked records without markers.
 
-    `result` receives five values: the index of its first message, the index after the first record, the place of the
-    last record, the index of that record's first message, and the index after it. Return the number of records.
+    `result` receives five values: the index of the slice's first message, the index after the first record, the place
+    of the last record, the index of the last record's first message, and the index after the last record. Return the
+    number of records.
     """
     at = 0
     count = 0
@@ -349,12 +353,12 @@ def first_bad_payload(raw: Bytes, table: Int64s2, records: int) -> int:
 
 @kernel(nogil=True)
 def find_header(raw: Bytes, incarnation: int, file_offset: int, base_index: int, key: Int64s) -> int:
-    """Return the place of the first header in a buffer that this log wrote at that place of its file; -1 if there is
-    none.
+    """Return the place of the first header in a buffer that this log wrote at the same place of the file. Return -1 if
+    there is no such header.
 
     The buffer begins at `file_offset`. The tag proves the header. But bytes that readers received from an earlier
-    segment may have been published again, at the same offset of this segment. Such a header names an index below this
-    segment's first, `base_index`.
+    segment may have been published again, at the same offset of this segment. Such a header contains an index below
+    `base_index`, this segment's first index.
     """
     for at in range(raw.shape[0] - HEADER_BYTES + 1):
         if (
@@ -386,11 +390,11 @@ def base_index_of(header: bytes) -> int:
 
 
 def file_offset_of(raw: bytes, places: np.ndarray) -> int:
-    """Return the place in its file that a scanned record names."""
+    """Return the file offset that a scanned record contains."""
     at = int(places[RECORD_START]) + FILE_OFFSET_AT
     return int.from_bytes(raw[at : at + 8], "little")
 
 
 def is_newer(header: bytes) -> bool:
-    """Return whether a record with this header, which its tag shows to be ours, is of another format version."""
+    """Return whether a record of this log (its tag is valid) with this header has another format version."""
     return int.from_bytes(header[VERSION_AT : VERSION_AT + 4], "little") != FORMAT_VERSION

@@ -1,8 +1,8 @@
 """Pulsar Functions that take effect exactly once: `DedupeFunction` wraps a function, which needs no changes.
 
 docs/guides/functions.md describes the deployment. The wrapper needs the modules of Pulsar's Python runtime, grpcio,
-googleapis-common-protos, grpcio-status and numpy. This file imports only Pulsar's module, because it must report the
-others if they are missing.
+googleapis-common-protos, grpcio-status and numpy. This file imports only Pulsar's module, because this file must report
+any other module that is missing.
 """
 
 import logging

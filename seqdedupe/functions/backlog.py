@@ -1,5 +1,5 @@
-"""The outputs for one topic that are not settled. This module puts them into frames, and decides when they are settled.
-No I/O."""
+"""The outputs for one topic that are not settled. This module puts the outputs into frames, and decides when an output
+is settled. It does no I/O."""
 
 import heapq
 import itertools
@@ -70,8 +70,8 @@ class OutputFrame(NamedTuple):
 class Backlog:
     """The outputs to publish to a topic, in the order in which they were added.
 
-    The rows of one `add` stay together in one frame. If a row is added again while its copy is in flight, both settle
-    together. A row at or below the settled ID of its name is settled at once.
+    The rows of one `add` stay together in one frame. If a row is added again while its copy is in flight, row and copy
+    settle together. A row whose ID is not above the settled ID of its producer name is settled at once.
     """
 
     def __init__(self) -> None:
@@ -156,14 +156,14 @@ class Backlog:
         return list(self._unopened)
 
     def lost(self, name: str) -> bool:
-        """Note that another process has taken the name over. Return whether this process still needs the name: then the
-        name needs a new session."""
+        """Record that another process has taken the name over. Return whether this process still needs the name. If
+        this process needs the name, it must start a new session."""
         self._names[name].epoch = NO_EPOCH
         self._unopened[name] = None
         return not self._names[name].is_idle
 
     def opened(self, name: str, epoch: int, persisted: int, *, is_forgotten: bool = False) -> None:
-        """Note that a session was started or resumed. Outputs at or below `persisted` are settled.
+        """Record that a session was started or resumed. Outputs at or below `persisted` are settled.
 
         Raises DATA_LOSS if `persisted` is lower than an ID that was settled before.
         """
@@ -250,8 +250,8 @@ class Backlog:
         return next((len(frame.batch) for frame in self._frames if frame.number == number), None)
 
     def receipt(self, number: int, verdicts: npt.NDArray[np.uint8]) -> bool:
-        """Record a receipt (no verdicts: all rows are new). Return whether the receipt settles the frame; if not, the
-        frame must be sent again.
+        """Record a receipt. A receipt without verdicts means that all rows are new. Return whether the receipt settles
+        the frame. Otherwise the frame must be sent again.
 
         Frames settle in the order in which they were sent, even if their receipts arrive in another order.
         """

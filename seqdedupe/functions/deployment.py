@@ -102,8 +102,9 @@ def _number(key: str, value: object, least: int) -> int:
 def check_deployment(details: Any) -> None:
     """Check that the deployment of the function fits the wrapper. `details` are Pulsar's `FunctionDetails`.
 
-    Raises INVALID_FUNCTION, whose text says what to set. Shared subscriptions deliver messages out of order, and a
-    watermark would then drop late messages as duplicates. So they are refused for both kinds of identity.
+    Raises INVALID_FUNCTION, whose text names the settings to change. Shared subscriptions deliver messages out of
+    order, and a watermark would then drop late messages as duplicates. So shared subscriptions are refused for both
+    kinds of identity.
     """
     if (chosen := GUARANTEES[details.processingGuarantees]) != "MANUAL":
         raise _invalid(

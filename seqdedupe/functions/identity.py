@@ -45,7 +45,8 @@ Callback = Callable[[Any, Any], object]
 
 @dataclass(frozen=True, slots=True)
 class FunctionOutput:
-    """A message for a topic, given by its full name. `event_time_ms` is 0 if there is none."""
+    """A message for a topic. `topic` is the topic's full name. `event_time_ms` is 0 if the message has no event
+    time."""
 
     topic: str
     payload: bytes
@@ -78,7 +79,7 @@ def check_fits(outputs: list[FunctionOutput]) -> None:
         raise error(
             "MESSAGE_TOO_LARGE",
             f"the outputs of one input for {outputs[0].topic} take {size} bytes: at most {MAX_BATCH_BYTES} are taken",
-            hint="Let the function give fewer or smaller outputs for one input.",
+            hint="Make the function return fewer or smaller outputs for one input.",
         )
 
 
@@ -118,7 +119,8 @@ class InputSource:
         """The place of the input in a topic that a sidecar writes; None if no sidecar has written the input."""
         has_nothing_else = len(given) == 1 and not context.message.data()
         self.kind = given.get(KIND, "") if self.place is not None or has_nothing_else else ""
-        """What a sidecar says that the entry is. A native entry has no payload and no other property then."""
+        """The kind of entry, according to the sidecar that wrote the entry. A native entry of such a kind has no
+        payload and no other property."""
         self.key: bytes | None = self._read(context.get_message_key, "").encode() or None
         self.event_time_ms = int(context.get_message_eventtime() or 0)
         self.properties = {name: value for name, value in given.items() if not name.startswith(PREFIX)}
@@ -126,11 +128,13 @@ class InputSource:
             self._restore(given)
 
     def restore_from(self, message: Message) -> None:
-        """Take place and metadata from the sidecar that has the message: a native entry does not show its place."""
+        """Copy the place and the metadata from the sidecar's copy of the message, because a native entry does not
+        contain its place."""
         owner = EntryOwner(message.position.incarnation, 0, message.position.ownership)
         self.place, self.unreadable = EntryPlace(owner, 0, message.index), None
         self.key, self.event_time_ms = message.key, message.event_time_ms
-        # The schema is one of the input topic: a consumer of an output would look for it in the output's topic.
+        # The schema version belongs to the input topic. A consumer of an output would look for this version in the
+        # output's topic.
         self.properties = {name: value for name, value in message.properties.items() if name != SCHEMA_VERSION_OF}
 
     def _read(self, read: Callable[[], T | None], otherwise: T) -> T:
@@ -237,7 +241,7 @@ def by_message_id(function: str, topic: str, ledger_id: int, entry_id: int, batc
             "INVALID_SEQUENCE_ID",
             f"the message {ledger_id}:{entry_id}:{batch_index} of {topic} has no sequence ID: entries up to "
             f"{MAX_ENTRY_ID} and batches of {1 << BATCH_INDEX_BITS} messages are possible",
-            hint="Let a sidecar write the topic, and use identity = 'index'; or publish smaller batches.",
+            hint="Let a sidecar write the topic, and use identity = 'index'. Or publish smaller batches.",
         )
     return InputIdentity(source_name(function, topic, ledger_id), entry_id << BATCH_INDEX_BITS | max(batch_index, 0))
 
@@ -255,6 +259,6 @@ def no_index(topic: str) -> SeqdedupeError:
     return error(
         "INVALID_FUNCTION",
         f"identity is 'index', but a message of {topic} was written by no sidecar: it has no index",
-        hint="Use identity = 'message_id' for topics that others write to. If the topic has native entries, "
+        hint="Use identity = 'message_id' for topics that no sidecar writes. If the topic has native entries, "
         "sidecar_address must name its sidecars.",
     )

@@ -1,7 +1,8 @@
-"""Inputs of a topic with native entries: Pulsar delivers them, and the topic's sidecar says what they are.
+"""Inputs of a topic with native entries. Pulsar delivers the inputs, and the topic's sidecar identifies them.
 
-Pulsar's client shows neither the index of such a message nor whether its entry is void. The sidecar returns every valid
-message with its index and with Pulsar's message ID, in the same order. So the topic is read there too.
+Pulsar's client shows neither the index of such a message nor whether the message's entry is void. The sidecar returns
+every valid message with its index and with Pulsar's message ID, in the same order. So the wrapper also reads the topic
+from the sidecar.
 """
 
 import asyncio
@@ -24,8 +25,19 @@ _FIRST_DELAY_SECONDS = 0.05
 _LONGEST_DELAY_SECONDS = 2.0
 
 
+def _accept_loss(topic: str, first_index: int, first_id: MessageId | None) -> str:
+    hint = f"The function may not have processed all messages before index {first_index}, which were removed."
+    if first_id is None:
+        return hint
+    return (
+        f"{hint} To accept the loss, move the function's subscription to the first message: pulsar-admin topics "
+        "reset-cursor --subscription TENANT/NAMESPACE/FUNCTION --messageId "
+        f"{first_id.ledger_id}:{first_id.entry_id} {topic}"
+    )
+
+
 class InputTopic:
-    """A topic or partition with native entries, as its sidecar has it. Begin with `read_up_to`, on one event loop."""
+    """A topic or partition with native entries, read from its sidecar. Begin with `read_up_to`, on one event loop."""
 
     def __init__(self, client: Client, topic: str) -> None:
         self.trouble: SeqdedupeError | None = None
@@ -43,8 +55,8 @@ class InputTopic:
         return self._after < message_id <= self._last_id
 
     def message(self, message_id: MessageId) -> Message | None:
-        """Return the message with an ID that is covered; None if no valid message has this ID: its entry is void, or no
-        sidecar has written it."""
+        """Return the message with this ID. Before this call, `read_up_to` must have covered the ID. Return None if no
+        valid message has this ID: the entry is void, or no sidecar has written the entry."""
         stored = self._stored
         if stored is None:
             return None
@@ -52,11 +64,11 @@ class InputTopic:
         return Message(stored, row) if stored.message_id(row) == message_id else None
 
     async def read_up_to(self, message_id: MessageId) -> None:
-        """Read until the ID is covered: the sidecar has returned this message, or a later one. Waits without a time
+        """Read until the ID is covered: the sidecar has returned this message or a later message. Wait without a time
         limit.
 
-        Raises INVALID_FUNCTION if the sidecar has no such topic with native entries; POSITION_TRIMMED if it does not
-        know the message any more; the errors of a reader. Raises NOT_A_SIDECAR only if no sidecar has answered yet.
+        Raises INVALID_FUNCTION if the sidecar has no such topic with native entries; POSITION_TRIMMED if the sidecar no
+        longer has the message; the errors of a reader. Raises NOT_A_SIDECAR only if no sidecar has answered yet.
         """
         if self._reader is None or message_id <= self._after:
             await self._begin_at(message_id)
@@ -73,7 +85,7 @@ class InputTopic:
         return NOWHERE if self._stored is None else self._stored.message_id(len(self._stored) - 1)
 
     async def _begin_at(self, message_id: MessageId) -> None:
-        """Read from the first message on whose ID is not lower."""
+        """Start reading at the first message whose ID is not lower than this ID."""
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
         while True:
             try:
@@ -89,7 +101,8 @@ class InputTopic:
         self._stored, self._after = None, message_id._replace(batch_index=message_id.batch_index - 1)
 
     async def _index_at(self, message_id: MessageId) -> int:
-        """Return the index of the first message whose ID is not lower; the next index if there is none yet."""
+        """Return the index of the first message whose ID is not lower than this ID; the next index if no such message
+        exists yet."""
         ends: TopicEnds | None = None
         entry_format = admin_pb2.ENTRY_FORMAT_UNSPECIFIED
         with suppress(NotFoundError):
@@ -106,12 +119,12 @@ class InputTopic:
             else:
                 stop = middle
         if low == ends.first_index > 0:
-            # Which messages were before is not known any more.
+            # It is no longer known which messages were before this one.
             is_stored = low <= ends.last.index
             first_id = await self._id_of(low) if is_stored else ends.last.message_id
             if first_id is None or (first_id != message_id if is_stored else first_id >= message_id):
                 why = f"the sidecar's messages of {self._topic} begin with index {low}: it does not know {message_id}"
-                raise error("POSITION_TRIMMED", why, first_index=low)
+                raise error("POSITION_TRIMMED", why, hint=_accept_loss(self._topic, low, first_id), first_index=low)
         return low
 
     async def _id_of(self, index: int) -> MessageId:

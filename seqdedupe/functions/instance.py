@@ -68,8 +68,8 @@ class Owners:
 
     A void entry is an entry that an owner wrote after a newer owner had taken over, or after Pulsar had refused an
     earlier entry. The producer of a void entry received no success and sends the message again, so readers ignore the
-    entry. A reader that starts among void entries cannot detect them. A missing number at the border of two ledgers
-    proves nothing here.
+    entry. A reader that starts among void entries cannot detect them. A missing entry number between two ledgers does
+    not prove that an entry is void.
     """
 
     def __init__(self) -> None:
@@ -122,7 +122,7 @@ def payload_of(serialize: Serialize, value: Any) -> bytes:
 
 
 class GatheringContext:
-    """Pulsar's context of one input, with two changes: `publish` gathers outputs, and `ack` does nothing.
+    """Pulsar's context of one input, with two changes: `publish` only collects outputs, and `ack` does nothing.
 
     `publish` raises at once for an output that cannot be accepted, and raises INVALID_REQUEST after `process` has
     returned. When the output is settled, its callback is called with `pulsar.Result.Ok` and None, in another thread.
@@ -169,7 +169,7 @@ class GatheringContext:
         """Do nothing: an input is acknowledged when its outputs are settled."""
 
     def end(self) -> None:
-        """Note that `process` has returned."""
+        """Record that `process` has returned."""
         self._is_over = True
 
 
@@ -184,7 +184,7 @@ def _invalid(what: str, e: BaseException) -> SeqdedupeError:
 
 
 def find(name: str) -> Any:
-    """Return the module, or the object in a module, with this dotted name. Raises INVALID_FUNCTION."""
+    """Return the module with this dotted name, or the object with this name in a module. Raises INVALID_FUNCTION."""
     if name.startswith(_OF_PULSAR):
         name = f"pulsar.functions.{name}"
     module, _, attribute = name.rpartition(".")
@@ -201,7 +201,7 @@ def find(name: str) -> Any:
 
 
 def _made(name: str) -> Any:
-    """Return an object of the class with this name. If the name is a module's, return the module."""
+    """Return an object of the class with this name. If the name belongs to a module, return the module."""
     found = find(name)
     if not isinstance(found, type):
         return found
@@ -277,19 +277,20 @@ _PARTITION = re.compile(r"-partition-\d+$")
 
 
 def _as_text(said: str) -> str:
-    """Return text that UTF-8 can encode: an error may contain half a character of a file's name."""
+    """Return text that UTF-8 can encode. The text of an error may contain an invalid part of a file's name."""
     return said.encode(errors="backslashreplace").decode()
 
 
 def _full_name(topic: str) -> str:
-    """Return a topic's full name as messages have it. The topic may have any form that Pulsar accepts."""
+    """Return a topic's full name in the form that messages contain. The argument may have any form that Pulsar
+    accepts."""
     if "://" in topic:
         return topic
     return f"persistent://{topic}" if "/" in topic else f"persistent://public/default/{topic}"
 
 
 class FunctionInstance:
-    """The instance, made for the first message, whose context describes the deployment.
+    """The running instance. It is created for the first message, whose context describes the deployment.
 
     Raises INVALID_FUNCTION and other errors of the deployment.
     """
@@ -362,7 +363,7 @@ class FunctionInstance:
         return self._given_topics.get(topic) or self._given_topics.get(_PARTITION.sub("", topic), topic)
 
     def _counts_for_nobody(self, source: InputSource, message_id: Any) -> bool:
-        """Return whether the entry is in a topic that a sidecar writes, but contains no valid message of a producer.
+        """Return whether the entry is in a topic that a sidecar writes, and contains no valid message of any producer.
         Such entries are acknowledged without a call of the function."""
         is_native = source.topic in self._native
         if not is_native and self._lanes[source.topic].is_void(
@@ -377,18 +378,19 @@ class FunctionInstance:
             raise error(
                 "INVALID_FUNCTION",
                 f"{source.topic} is a topic of packed batches, which a function cannot read",
-                hint="Make the input topic with the format `native` or `plain`.",
+                hint="Create the input topic with the format `native` or `plain`.",
             )
         return source.kind in _WITHOUT_MESSAGES
 
     def _is_without_index(self, source: InputSource, message_id: Any) -> bool:
-        """Return whether a message without a place has no index, although inputs are identified by their index. A
-        message of a native entry gets its place here: what its properties say of a place is not a sidecar's."""
+        """Return whether inputs are identified by their index, and this message without a place has no index. For a
+        message of a native entry, this method finds the place. The message's properties are not used for this, because
+        a producer may have set properties that look like a place."""
         if self._settings.identity != "index":
             if source.kind in _WITHOUT_MESSAGES:
                 raise error(
                     "INVALID_FUNCTION",
-                    f"{source.topic} has native entries: Pulsar's message IDs do not show which of them are void",
+                    f"{source.topic} has native entries: Pulsar's message IDs do not show which entries are void",
                     hint="Set identity to 'index' in userConfig.",
                 )
             return False
@@ -412,8 +414,8 @@ class FunctionInstance:
         )
 
     def _run(self, context: Any, source: InputSource) -> tuple[list[FunctionOutput], bool]:
-        """Return the function's outputs for the message, and false. If the function fails at each attempt, return a
-        dead letter, and true."""
+        """Run the function on the message. Return the outputs and false, or a dead letter and true if the function
+        fails at each attempt."""
         payload = context.message.data()
         which = f"message {context.get_message_id()} of {source.topic}"
         for attempt in range(self._settings.max_message_retries + 1):
@@ -444,8 +446,8 @@ class FunctionInstance:
         return [source.dead_letter(self._settings.dead_letter_topic, payload, told)], True
 
     def _is_set_aside(self, lane: str, identity: InputIdentity) -> bool:
-        """Return whether the dead letter topic shows that the input is settled. The dead letter topic is queried when
-        the inputs of a new ledger begin."""
+        """Return whether the dead letter topic shows that the input is settled. This method queries the dead letter
+        topic at the first input of each ledger."""
         if not self._settings.dead_letter_topic:
             return False
         of_letter = identity.of_dead_letter()

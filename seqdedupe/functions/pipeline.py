@@ -180,7 +180,7 @@ class OutputPublisher:
                 self.backlog.opened(name, epoch, persisted)
 
     def _lost(self, why: str) -> SeqdedupeError:
-        return error("DATA_LOSS", f"the sidecar does not know the sessions that it gave for {self._topic}: {why}")
+        return error("DATA_LOSS", f"the sidecar does not know the sessions that it has opened for {self._topic}: {why}")
 
     async def _call_open(
         self, stub: PublishServiceStub, names: list[str], epochs: list[int]
@@ -217,7 +217,7 @@ class OutputPublisher:
         for number, receipt in answer.receipts:
             if not self.backlog.receipt(number, receipt.verdicts):
                 self.unknown += 1
-                raise error("RECOVERING", "a copy of an output is under way, and its outcome not known yet")
+                raise error("RECOVERING", "a copy of an output is in flight, and its outcome is not known yet")
             self._backoff.reset()
             self._route.goes_well()
             if self.trouble is not None:
@@ -341,8 +341,9 @@ class Pipeline:
         return self._asked(ask)
 
     def message(self, topic: str, message_id: MessageId) -> Message | None:
-        """Return an input from a topic of native entries as its sidecar has it; None if no valid message has this ID.
-        Waits until the sidecar has confirmed this message or a later one. Raises the errors of `InputTopic`."""
+        """Return an input from a topic of native entries, read from the topic's sidecar; None if no valid message has
+        this ID. Wait until the sidecar has confirmed this message or a later message. Raises the errors of
+        `InputTopic`."""
         found = self._input_topics.get(topic)
         if found is None:
             found = self._input_topics[topic] = InputTopic(self._client, topic)
@@ -354,16 +355,16 @@ class Pipeline:
     def _asked(
         self, ask: Callable[[], Coroutine[Any, Any, T]], why: Callable[[], SeqdedupeError | None] = lambda: None
     ) -> T:
-        """Return the result of a coroutine in the pipeline's thread. `why` returns why it takes long, if that is
-        known."""
+        """Run a coroutine in the pipeline's thread, and return the result. `why` returns the reason for a delay, if the
+        reason is known."""
         asked = asyncio.run_coroutine_threadsafe(ask(), self._loop)
         asked.add_done_callback(lambda _: self._notify())
         self._wait_until(asked.done, why)
         return asked.result()
 
     def _wait_until(self, is_so: Callable[[], bool], why: Callable[[], SeqdedupeError | None] = lambda: None) -> None:
-        """Wait until `is_so` returns true: for inputs in flight, or for the answer to a query. The wait does not rely
-        only on the pipeline's thread, because a callback of the function may block that thread."""
+        """Wait until `is_so` returns true. Callers wait for inputs in flight, or for the answer to a query. The wait
+        does not rely only on the pipeline's thread, because a callback of the function may block that thread."""
         began = time.monotonic()
         with self._room:
             while not is_so():
@@ -472,7 +473,7 @@ class Pipeline:
             self._loop.call_soon(self._acknowledge)
 
     def _acknowledge(self) -> None:
-        """Acknowledge, in each lane, the settled inputs before the first unsettled input."""
+        """In each lane, acknowledge the settled inputs that precede the first unsettled input."""
         self._is_acknowledging = False
         count = size = 0
         try:

@@ -54,7 +54,8 @@ def _files(code: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
                 yield path.relative_to(root.parent).as_posix(), path.read_bytes()
         else:
             raise error(
-                "INVALID_FUNCTION", f"{given} is no Python module: a .py file, or a folder with __init__.py, is needed"
+                "INVALID_FUNCTION",
+                f"{given} is not a Python module: a .py file, or a folder with __init__.py, is needed",
             )
 
 
@@ -62,7 +63,9 @@ def build(code: Sequence[Path], output: Path) -> None:
     """Write the wheel. Raises INVALID_FUNCTION if a path in `code` is not a module, two modules have the same name, or
     `output` does not end in .whl; OSError."""
     if output.suffix != ".whl":
-        raise error("INVALID_FUNCTION", f"{output} is no name of a wheel: Pulsar tells by .whl what it has to unpack")
+        raise error(
+            "INVALID_FUNCTION", f"{output} is not the name of a wheel: Pulsar unpacks only files that end in .whl"
+        )
     version = metadata.version("seqdedupe")
     info = f"{output.stem.split('-')[0]}-{version}.dist-info"
     files = list(_files(code))

@@ -2,20 +2,24 @@
 
 Every kind of log must pass the suite `tests/log/conformance.py`.
 
-1. *Append in order*, with the prefix property: if an append is stored, so is every append handed over before it by the
-same writer. After a refused append, or an append with an unknown outcome, the log accepts no appends until the log is
-opened for writing again. 2. *Index and message ID*: messages are counted from 0 without gaps. Each message also has a
-message ID, which rises with the index. Only some logs can compute one from the other. So an outcome brings the IDs of
-stored messages, and the IDs of older messages are looked up. 3. *Read forward* from an index, as stored records. 4.
-*Fence*: opening for writing shuts out every earlier writer, and writes a marker. An append that an earlier writer had
-in flight is stored before that marker, or never. 5. *An honest outcome* of every append: stored, refused, or unknown.
+1. *Append in order*, with the prefix property: if an append is stored, all earlier appends of the same writer are also
+   stored. After a refused append, or an append with an unknown outcome, the log accepts no appends until the log is
+   opened for writing again.
+2. *Index and message ID*: messages are counted from 0 without gaps. Each message also has a message ID, which rises
+   with the index. Only some logs can compute the ID from the index. So an outcome contains the IDs of the stored
+   messages, and the IDs of older messages are looked up.
+3. *Read forward* from an index, as stored records.
+4. *Fence*: opening for writing excludes every earlier writer, and writes a marker. An append that an earlier writer had
+   in flight is stored before that marker, or never.
+5. *An honest outcome* of every append: stored, refused, or unknown.
 
-A log holds three kinds of entries. *Batches* hold messages. A *marker* begins an ownership. *Control records* change
-the state of the topic in other ways. Markers and control records take no index, and readers of messages never see them.
+A log contains three kinds of entries. *Batches* contain messages. A *marker* begins an ownership. *Control records*
+change the state of the topic in other ways. Markers and control records have no index, and readers of messages never
+receive them.
 
 All methods are called from one event loop. Batches are canonically encoded (`batch.proto`); records are in the stored
-form (`format.records`). A read raises `UnavailableError` (LOG_UNREADABLE) while files or connection fail: it can be
-tried again. `DamagedError` means that stored data is wrong, and stays wrong.
+form (`format.records`). A read raises `UnavailableError` (LOG_UNREADABLE) while files cannot be read or the connection
+fails. The read can be repeated. `DamagedError` means that stored data is permanently damaged.
 """
 
 from collections.abc import AsyncGenerator, Callable, Container, Mapping, Sequence
@@ -25,7 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.limits import FlushInterval, Retention
 from seqdedupe.message_id import MessageId
 
@@ -113,7 +117,7 @@ class Entries:
     """The records. The places in `table` are within this buffer."""
 
     table: Int64s
-    """A place row (`format.columns`) for each entry: BASE_INDEX, ROWS (0 in a marker and in a control record),
+    """A place row (`format.layout`) for each entry: BASE_INDEX, ROWS (0 in a marker and in a control record),
     PUBLISH_TIME_MS, TERM (above 0 in a marker only), OWNERSHIP, and the places of a batch's columns.
 
     An entry without rows and term is a control record; `records.body_of` returns it. Payloads are not checked. The
@@ -165,7 +169,7 @@ __all__ = [
 ]
 
 REPLAY_STEP_ENTRIES = 8192
-"""The most entries in one step of a replay. They are merged without a pause of the event loop."""
+"""The maximum number of entries in one step of a replay. These entries are merged in one step of the event loop."""
 
 
 ANY_BYTES = 2**63 - 1
@@ -173,7 +177,8 @@ ANY_BYTES = 2**63 - 1
 
 
 class DamageFound(NamedTuple):
-    """Damage found since the log was opened, in data that is still stored. The log may limit what it counts."""
+    """Damage found since the log was opened, in data that is still stored. The log may count only a limited number of
+    damaged places."""
 
     places: int = 0
     messages: int = 0
@@ -208,23 +213,24 @@ class Log(Protocol):
 
     @property
     def entry_format(self) -> str:
-        """The permanent layout of its entries, if there is a choice; else empty."""
+        """The permanent layout of the log's entries. Empty if this kind of log has only one layout."""
 
     @property
     def schema(self) -> "TopicSchema | None":
-        """The schema with which the log labels messages since it was last opened for writing. None: no schema."""
+        """The schema with which the log has labelled messages since the log was last opened for writing. None: messages
+        have no schema."""
 
     @property
     def first_index(self) -> int:
-        """The index of the first stored message; the next index if there is none."""
+        """The index of the first stored message; the next index if no message is stored."""
 
     @property
     def certain_index(self) -> int:
-        """Everything below this index is durable as far as the log can tell without writing.
+        """Everything below this index is durable, as far as the log can determine this without writing.
 
-        While the log is open for writing and has not failed, that is everything settled as stored. Before, an earlier
-        process may have left more. That can be read, but might not survive a power cut. It must not be shown to anyone
-        until this process has opened the log for writing.
+        While the log is open for writing and has not failed, these are all messages that settled as stored. Before the
+        opening, the log may contain more messages of an earlier process. These messages can be read, but might not
+        survive a power cut. Do not return them to readers until this process has opened the log for writing.
         """
 
     @property
@@ -241,145 +247,157 @@ class Log(Protocol):
 
     @property
     def earlier(self) -> Mapping[str, int]:
-        """After a replay from the beginning: the highest sequence ID of each producer that published before the log had
-        an owner, as far as the log shows it."""
+        """The highest sequence ID, if known after a replay from the beginning, of each producer that published before
+        the log had an owner."""
 
     def check(self, batch: bytes) -> None:
-        """Check that `append` can take a batch. Called before the batch is judged.
+        """Check that `append` can accept a batch. This is called before the batch is judged.
 
         Raises MESSAGE_TOO_LARGE.
         """
 
     async def open_for_writing(self, term: int, token: bytes, settle: Callable[[Outcome], None]) -> int:
-        """Shut earlier writers out, and write a marker with this term and token. It is durable on return.
+        """Exclude all earlier writers, and write a marker with this term and token. When this returns, the marker is
+        durable.
 
-        Return 0. In a log where only a higher term takes ownership, a term that is not lower may be there already: then
-        return that term. The marker is then void, no replay shows it, and the log must be opened with a higher term.
+        Return 0. In some logs only a higher term takes ownership. If such a log already contains an equal or higher
+        term, return that term. The new marker is then void, no replay shows the marker, and the log must be opened with
+        a higher term.
 
-        After this, `settle` is called for appends, on the event loop and never within a call of `append`. It is never
-        called again for appends of an earlier opening. Raises `UnavailableError` (LOG_REFUSED) if the log cannot be
-        written now; it can be tried again. After a cancellation it is unknown whether the marker was written.
+        After this, `settle` is called for appends, on the event loop and never within a call of `append`. `settle` is
+        never called again for appends of an earlier opening. Raises `UnavailableError` (LOG_REFUSED) if the log cannot
+        be written now; the call can be repeated. After a cancellation it is unknown whether the marker was written.
         """
 
     def append(self, batch: bytes, rows: int, column_bytes: int, sent: "SentEntry | None" = None) -> None:
-        """Hand over a batch. Its messages get the next indexes if it is stored. Returns at once. `sent` is the form in
-        which a stock producer of Pulsar's has sent it: a log that stores the same form may keep it.
+        """Pass a batch to the log, and return at once. If the batch is stored, its messages get the next indexes.
+        `sent` is the form in which a stock Pulsar producer has sent the batch. A log that stores the same form may
+        store `sent` unchanged.
 
-        Allowed between `open_for_writing` and a failure. It may still be called until the caller learns of the failure;
-        such a batch fails too.
+        Allowed between `open_for_writing` and a failure. Batches that are passed after the failure, before the caller
+        is notified of the failure, fail too.
         """
 
     def append_control(self, body: bytes) -> None:
-        """Hand over a control record, in one order with the batches. Otherwise the same as `append`.
+        """Pass a control record to the log. Control records and batches have one common order. Otherwise the same as
+        `append`.
 
         `body` is an encoded `Control` of at most MAX_BATCH_BYTES. A log with a lower limit raises MESSAGE_TOO_LARGE,
-        and takes nothing.
+        and stores nothing.
         """
 
     def flush_every(self, interval: FlushInterval) -> None:
-        """Allow batches to settle as written first, and to become durable within this interval.
+        """Allow batches to settle when they are written, and to become durable later, within this interval.
 
-        Control records and markers never wait. This changes nothing in a log that only settles durable appends."""
+        Control records and markers always settle when they are durable. In a log that only settles durable appends,
+        this call has no effect.
+        """
 
     def flush(self) -> None:
         """Make all appends durable as soon as they are written, without waiting for the interval."""
 
     def replay(self, from_index: int) -> AsyncGenerator[Entries, None]:
-        """Yield all entries from the one that holds `from_index` to the present end.
+        """Yield all entries from the entry with the message `from_index` to the present end.
 
-        From `first_index` that includes the markers before the first message. The first entry may begin before
-        `from_index`, since a batch is stored whole. A step has at most REPLAY_STEP_ENTRIES entries, checked for damage
-        and gaps; payloads are not checked. From the next index it yields the markers and control records after the last
-        message. Raises `PositionError`: POSITION_TRIMMED if the index is no longer stored, POSITION_AFTER_END if it is
-        above the next one.
+        If `from_index` is `first_index`, the markers before the first message are included. The first entry may begin
+        before `from_index`, because a batch is stored as a whole. A step has at most REPLAY_STEP_ENTRIES entries, which
+        are checked for damage and gaps; payloads are not checked. If `from_index` is the next index, only the markers
+        and control records after the last message are yielded. Raises `PositionError`: POSITION_TRIMMED if the index is
+        no longer stored, POSITION_AFTER_END if the index is above the next index.
         """
 
     async def wait_for_more(self) -> None:
         """Wait until a log of another owner may have entries that no replay has yielded.
 
-        Where nobody else can write, this never returns. Raises `UnavailableError` (LOG_UNREADABLE).
+        In a log that no other process can write, this never returns. Raises `UnavailableError` (LOG_UNREADABLE).
         """
 
     async def wait_until_free(self) -> None:
-        """Wait until nobody else seems to own the log. It is a hint to open it for writing, and proves nothing.
+        """Wait until no other process seems to own the log. The caller should then open the log for writing. The return
+        proves nothing.
 
-        Where nobody else can write, this returns at once. It goes on through failures of the log. After a cancellation
-        nothing waits any more.
+        In a log that no other process can write, this returns at once. If the log fails, this continues to wait. After
+        a cancellation nothing waits any more.
         """
 
     async def read(self, from_index: int, stop_index: int, max_bytes: int, most_bytes: int = ANY_BYTES) -> Records:
         """Return whole records of batches with the messages from `from_index` to at most `stop_index - 1`.
 
-        The first record may begin before `from_index`, and the last one may end after `stop_index`: the caller cuts.
-        There is at least one record. All have at most `max_bytes`, unless the first alone is larger. Checksums are
-        checked. `first_index <= from_index < stop_index` must hold, and `stop_index` is at most the next index.
+        The first record may begin before `from_index`, and the last record may end after `stop_index`: the caller cuts
+        the records. There is at least one record. All records together have at most `max_bytes`, unless the first
+        record alone is larger. Checksums are checked. `first_index <= from_index < stop_index` must hold, and
+        `stop_index` is at most the next index.
 
         Raises `LargerRecordError` if the first record has more than `most_bytes`, if possible before its payloads are
         read; `PositionError` (POSITION_TRIMMED); `DamagedError`.
         """
 
     async def next_readable(self, from_index: int) -> int:
-        """Return the index of the first message at or after `from_index` that `read` can return, past damaged or
+        """Return the index of the first message at or after `from_index` that `read` can return. Skip damaged or
         unreadable data.
 
-        Return the next index if there is none. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT.
+        If there is no such message, return the next index. Raises `PositionError` (POSITION_TRIMMED), NEWER_FORMAT.
         """
 
     async def locate(self, index: int) -> Location:
         """Return the place of the message with this index. This may need a read.
 
-        Raises `PositionError`: POSITION_TRIMMED below `first_index`, POSITION_AFTER_END if there is none yet.
+        Raises `PositionError`: POSITION_TRIMMED below `first_index`, POSITION_AFTER_END if the message does not exist
+        yet.
         """
 
     def known_message_ids(self, indexes: Int64s) -> tuple[Int64s, Int64s, Int32s]:
         """Return the message IDs at many indexes, as columns: ledgers, entries, batch indexes.
 
-        Only IDs that are known without a read; -1 in all columns for the others.
+        Only IDs that are known without a read are returned. For other messages all columns are -1.
         """
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
         """Return the index of the first message below `stop_index` published at or after that time, or `stop_index`.
 
-        A damaged message counts as published at the time of the next readable one.
+        A damaged message is treated as published at the time of the next readable message.
         """
 
     async def locate_bytes(self, from_index: int, size_bytes: int, stop_index: int) -> int:
-        """Return the index before which about `size_bytes` are stored, from `from_index` on.
+        """Return the index up to which the messages from `from_index` on have a stored size of about `size_bytes`.
 
-        It is above `from_index`, unless that is the end.
+        The index is above `from_index`, unless `from_index` is the end of the log.
         """
 
     def place_at(self, next_index: int) -> bytes:
-        """Return what a snapshot of all below this settled index must keep for the log.
+        """Return the place that a snapshot of all messages below this settled index must store for the log.
 
-        With it, `Logs.open` begins there, and finds earlier messages. Empty if the log needs nothing."""
+        With this place, `Logs.open` begins at the index, and finds earlier messages. The place is empty if the log
+        needs no place.
+        """
 
     async def snapshot_is_durable(self, place: bytes) -> None:
-        """Note that the snapshot with this place is durable. The log keeps what recovery needs with it, and may drop
-        more.
+        """Tell the log that the snapshot with this place is durable. The log keeps the entries that a recovery from
+        this snapshot needs, and may drop earlier entries.
 
-        Raises the reason if the log cannot note it; then it keeps more.
+        If the log cannot record this, the call raises the reason, and the log also keeps the earlier entries.
         """
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """Return the first index that this retention would keep now. If the log has its own retention, that decides.
+        """Return the first index that this retention would keep now. If the log has its own retention, the log's own
+        retention decides.
 
-        Nothing is dropped. The log may begin a new segment, so that more can be dropped later. Everything below
-        `covered_index` is covered by a durable snapshot. The last of these messages stays, so the result is below
-        `covered_index`, or `first_index`. A control record at that index, with no message between, may go too. So
-        statements there or before that are still in force must be written again first.
+        This call drops no messages. The log may begin a new segment, so that later calls can drop more messages. A
+        durable snapshot covers everything below `covered_index`. The last of the covered messages stays, so the result
+        is below `covered_index`, or is `first_index`. `trim` may also drop control records directly at the resulting
+        index. So first write again all statements up to this index that are still in force.
         """
 
     async def trim(self, below_index: int) -> None:
-        """Drop everything below this index, which `may_trim_to` returned. It is durable on return.
+        """Drop everything below this index, which `may_trim_to` returned. When this returns, the removal is durable.
 
-        Data that cannot be dropped now (a failing disk) stays until the next call, without a gap. `first_index` says
-        what is left.
+        Data that cannot be dropped now (because of a failing disk) remains until the next call. The remaining messages
+        have no gap. `first_index` is then the index of the first remaining message.
         """
 
     async def let_go(self) -> None:
-        """End an opening for writing, so that another owner can open the log. Appends in flight may be stored or not,
-        and do not settle."""
+        """Give up the write access to the log, so that another owner can open the log for writing. Appends in flight
+        may be stored or not, and do not settle."""
 
     async def close(self) -> None:
         """Close files and threads. All appends must have settled."""
@@ -394,7 +412,7 @@ class LogName(NamedTuple):
     """The full name of the log's topic; None if the log does not have it (its creation was interrupted)."""
 
     partitions: int = 0
-    """The number of partitions of the partitioned topic that it belongs to; 0 if it is not a partition."""
+    """If the topic is a partition: the number of partitions of its partitioned topic; otherwise 0."""
 
     is_going: bool = False
     """In a cluster: the topic is being deleted, and every sidecar that has it open must close it."""
@@ -410,12 +428,13 @@ class LogName(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The layout of the entries of a new log, if there is a choice."""
+    """The layout of the entries of a new log, for logs that have several layouts."""
 
     entry_format: str = ""
     """Empty: the default."""
     schema: str = ""
-    """The schema by which consumers of a Pulsar topic decode messages, as Pulsar's admin URL takes it; empty: none."""
+    """The schema with which consumers of a Pulsar topic decode messages, in the form that Pulsar's admin URL accepts.
+    Empty: no schema."""
 
 
 AS_USUAL = Layout()
@@ -425,7 +444,7 @@ class TopicSchema(NamedTuple):
     """A version of the schema of a Pulsar topic."""
 
     type: str
-    """The type as Pulsar's admin URL names it: `AVRO`, `STRING`, ..."""
+    """The schema type with its name in Pulsar's admin URL: `AVRO`, `STRING`, ..."""
     definition: str
     version: int
 
@@ -436,7 +455,8 @@ class Logs(Protocol):
     async def create(
         self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
-        """Make an empty log, durable on return. An existing log is unchanged, but an interrupted creation is completed.
+        """Make an empty log. When this returns, the log is durable. An existing log is unchanged, but an interrupted
+        creation is completed.
 
         `partitions` (see `LogName`) and `layout` are permanent. `secret` has SECRET_BYTES random bytes (`format.tag`)
         that identify the records of this incarnation.
@@ -446,39 +466,42 @@ class Logs(Protocol):
     async def take_over(
         self, topic: str, incarnations: Callable[[int], Sequence[int]], layout: Layout = AS_USUAL
     ) -> None:
-        """Make a log of a topic that the cluster has, or of each of its partitions. What is stored there stays, and is
-        before the log's first entry.
+        """Make a topic of the cluster, or each of the topic's partitions, a log. Stored entries stay, and are before
+        the log's first entry.
 
-        `incarnations` returns a number of new incarnations that count up; it may raise, before anything is changed.
-        From one call to the cluster on, all sidecars see the log: a failure afterwards undoes nothing. Raises
-        INVALID_REQUEST, TOPIC_NOT_FOUND, TOPIC_EXISTS, TOPIC_IN_USE; `UnavailableError` (LOG_REFUSED): then it is
-        unknown whether the topic was taken over, and can be tried again.
+        `incarnations` is a function that returns consecutive new incarnations. This function may raise an error;
+        nothing was changed then. One call to the cluster makes the log visible to all sidecars. A failure after this
+        call does not undo the take-over. Raises INVALID_REQUEST, TOPIC_NOT_FOUND, TOPIC_EXISTS, TOPIC_IN_USE;
+        `UnavailableError` (LOG_REFUSED). After LOG_REFUSED it is unknown whether the topic was taken over; the call can
+        be repeated.
         """
 
     async def announce(self, whole: str) -> None:
         """Announce that all partitions of a new partitioned topic exist. Other sidecars may use them after this.
 
-        Raises `UnavailableError` (LOG_REFUSED): then they must be deleted, and other sidecars close them.
+        Raises `UnavailableError` (LOG_REFUSED). After this error the caller must delete the partitions, and other
+        sidecars close them.
         """
 
     async def open(self, incarnation: int, covered_index: int, secret: bytes | None = None, place: bytes = b"") -> Log:
         """Open an existing log for reading. Everything below `covered_index` is known to have been stored.
 
-        `place` comes from the snapshot that covers it; with it, the log is not read from its first entry on. `secret`
-        comes from the store's record. None: the log must have its own. Raises LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT;
-        LOG_UNREADABLE if the log cannot be read now.
+        `place` comes from the snapshot up to `covered_index`. With `place`, the log need not be read from its first
+        entry. `secret` comes from the store's record; if `secret` is None, the log must contain the secret. Raises
+        LOG_DAMAGED, NEWER_FORMAT, OLDER_FORMAT; LOG_UNREADABLE if the log cannot be read now.
         """
 
     async def list(self, without: Container[str] = ()) -> list[LogName]:
-        """Return all logs by incarnation, also those whose creation or deletion was interrupted.
+        """Return all logs by incarnation, including logs whose creation or deletion was interrupted.
 
-        If other sidecars share the logs, partitions of a topic that is not announced are not listed. Logs of the topics
-        `without` may be omitted if a look at each is expensive. The list is complete, or an error is raised:
+        If other sidecars share the logs, partitions of a topic that is not announced are not listed. If examining each
+        log is expensive, logs of the topics in `without` may be omitted. The list is complete, or an error is raised:
         LOG_UNREADABLE; LOG_DAMAGED if a log has an invalid name.
         """
 
     async def delete(self, *incarnations: int) -> None:
-        """Remove those of these logs that exist, durably. None may be open. Pass all partitions of a topic at once.
+        """Remove these logs durably; ignore logs that do not exist. No log may be open. Pass all partitions of a topic
+        in one call.
 
         Raises `UnavailableError` (LOG_REFUSED).
         """

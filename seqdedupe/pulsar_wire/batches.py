@@ -1,10 +1,10 @@
-"""The rows of an entry as columns, and entries from columns. Pure.
+"""The rows of an entry as columns, and entries from columns. This module does no I/O.
 
-Pulsar knows two kinds of entries with rows. An unbatched entry is one row, whose key and properties are in the entry's
-metadata. A batch is rows one after the other, each with its metadata; it may be compressed as a whole. Two kinds
-have no rows to read: a chunk is a part of a large message, and an encrypted entry needs a key.
+Pulsar has two kinds of entries with rows. An unbatched entry is one row, whose key and properties are in the entry's
+metadata. A batch is a sequence of rows, each with separate metadata. A batch may be compressed as a whole. In two other
+kinds of entries, rows cannot be read: a chunk is a part of a large message, and an encrypted entry needs a key.
 
-Kernels: import this module only after `kernels.prepare()`.
+This module has kernels, so import it only after `kernels.prepare()`.
 """
 
 import base64
@@ -22,8 +22,7 @@ from seqdedupe.errors import error
 from seqdedupe.format.jit import Int64s, Uint8s
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.pulsar_wire import rows as kernels
-from seqdedupe.pulsar_wire.compression import compress, decompress
-from seqdedupe.pulsar_wire.frames import Buffer, WireEntry, malformed, readable
+from seqdedupe.pulsar_wire.frames import Buffer, WireEntry, compress, decompress, malformed, readable
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
 from seqdedupe.pulsar_wire.rows import (
     HAS_KEY,
@@ -47,15 +46,7 @@ class EntryKind(Enum):
     CHUNK = "chunk"
     ENCRYPTED = "encrypted"
     MARKER = "marker"
-    """A message of Pulsar's own, which no consumer receives."""
-
-
-class EntryChunk(NamedTuple):
-    """Which part of a large message an entry is."""
-
-    uuid: bytes
-    number: int
-    chunks: int
+    """A message that Pulsar itself has written, and that no consumer receives."""
 
 
 class EntryRow(NamedTuple):
@@ -108,7 +99,8 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Properties:
-    """The properties of rows in Arrow's layout of maps: row K has those from `offsets[K]` to `offsets[K + 1]`."""
+    """The properties of rows in Arrow's layout of maps: row K has the properties from `offsets[K]` to before `offsets[K
+    + 1]`."""
 
     offsets: Int64s
     names: Values
@@ -117,7 +109,8 @@ class Properties:
 
 @dataclass(frozen=True, slots=True)
 class EntryRows:
-    """Rows as columns. A row without a key has an empty one, and no HAS_KEY among its flags; so with ordering keys."""
+    """The rows of an entry as columns. For a row without a key, the key is empty, and HAS_KEY is not set in the flags.
+    The same applies to ordering keys."""
 
     sequence_ids: Int64s
     event_times: Int64s
@@ -188,26 +181,18 @@ def kind_of(metadata: MessageMetadata) -> EntryKind:
     return EntryKind.BATCH if metadata.HasField("num_messages_in_batch") else EntryKind.SINGLE
 
 
-def chunk_of(metadata: MessageMetadata) -> EntryChunk:
-    """Return which chunk an entry of that kind is. Raises MALFORMED_MESSAGE."""
-    chunk = EntryChunk(metadata.uuid, metadata.chunk_id, metadata.num_chunks_from_msg)
-    if not chunk.uuid or not 0 <= chunk.number < chunk.chunks:
-        raise malformed(f"chunk {chunk.number} of {chunk.chunks}, of the message {chunk.uuid!r}, is none")
-    return chunk
-
-
 def range_of(metadata: MessageMetadata) -> tuple[int, int]:
-    """Return the lowest and highest sequence ID that an entry's metadata state.
+    """Return the lowest and highest sequence ID in an entry's metadata.
 
-    It is what a broker judges. Clients of C++ and Go do not state the highest one, so for their batches it is the
-    lowest: only the rows tell. Raises INVALID_SEQUENCE_ID.
+    A broker judges these IDs. C++ and Go clients do not set the highest ID. For batches of these clients, the function
+    returns the lowest ID as the highest ID. Only the rows contain the true highest ID. Raises INVALID_SEQUENCE_ID.
     """
     first = metadata.sequence_id
     return _valid(first), _valid(max(first, metadata.highest_sequence_id))
 
 
 class PulsarBatch:
-    """A batch that was decoded, as far as a verdict needs it: the rows' sequence IDs."""
+    """A batch that was decoded only as far as a verdict needs: up to the rows' sequence IDs."""
 
     def __init__(self, metadata: MessageMetadata, body: Buffer) -> None:
         """Find the rows. `body` is the payload, decompressed. Raises MALFORMED_MESSAGE, INVALID_SEQUENCE_ID."""
@@ -224,13 +209,14 @@ class PulsarBatch:
         has_own = (self._places[:, kernels.FLAGS] & HAS_SEQUENCE_ID) != 0
         following = np.int64(range_of(metadata)[0]) + np.arange(count)
         self.sequence_ids: Int64s = np.where(has_own, self._places[:, kernels.SEQUENCE_ID], following)
-        """If a client omitted it, it is the entry's plus the row's number."""
+        """The sequence ID of each row. If a client omitted the row's ID, the ID is the entry's sequence ID plus the
+        row's number."""
         if count and int(self.sequence_ids.min()) < 0:
             raise error("INVALID_SEQUENCE_ID", "a row's sequence ID is above 2^63 - 1")
 
     @classmethod
     def of(cls, entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> Self:
-        """Decode an entry of the kind BATCH. `max_bytes` limits its payload when decompressed.
+        """Decode an entry of the kind BATCH. `max_bytes` limits the size of the decompressed payload.
 
         Raises the errors of `decompress` and of the constructor.
         """
@@ -260,9 +246,11 @@ class PulsarBatch:
         )
 
     def take(self, marks: Uint8s) -> WireEntry:
-        """Return an entry of the rows whose mark is not 0; at least one. The rows keep their bytes.
+        """Return an entry with the rows whose mark is not 0; at least one row must have such a mark. The rows keep
+        their bytes.
 
-        The entry has the metadata of the batch, but for what follows from the rows: IDs, counts, sizes, shared keys.
+        The entry has the metadata of the batch, except for values that depend on the rows: IDs, counts, sizes, shared
+        keys.
         """
         ids = self.sequence_ids[marks != 0]
         out = np.empty(len(self._body) + len(ids) * kernels.SEQUENCE_ID_BYTES, np.uint8)
@@ -290,7 +278,7 @@ class PulsarBatch:
 def rows_of(entry: WireEntry, metadata: MessageMetadata, max_bytes: int) -> EntryRows:
     """Return the rows of an entry of the kind SINGLE or BATCH.
 
-    Raises the errors of `PulsarBatch.of`. INVALID_REQUEST says that the entry is of another kind.
+    Raises the errors of `PulsarBatch.of`, and INVALID_REQUEST for an entry of another kind.
     """
     kind = kind_of(metadata)
     if kind is EntryKind.BATCH:
@@ -324,11 +312,11 @@ def batch_of(
     compression: CompressionType.ValueType = NONE,
     schema_version: bytes | None = None,
 ) -> WireEntry:
-    """Return a batch of at least one row, for `stamped`. Every stock consumer reads it. Rows that do not get smaller
-    are not compressed.
+    """Return a batch of at least one row, for `stamped`. Every stock consumer can read the batch. Rows are compressed
+    only if they get smaller.
 
-    Each row states its sequence ID. The entry has no event time: Java would show it for rows without one. It has the
-    rows' key if all share it, since Key_Shared looks at no other.
+    Each row has a sequence ID. The entry has no event time, because Java would show this time for rows without an event
+    time. If all rows have the same key, the entry has this key, because Key_Shared uses only the entry's key.
     """
     out = np.empty(most_bytes(rows), np.uint8)
     names, values = rows.properties.names, rows.properties.values
@@ -361,7 +349,7 @@ def batch_of(
 def _entry(
     metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values, body: Buffer
 ) -> WireEntry:
-    """Return a batch of these rows, whose metadata are completed here."""
+    """Return a batch of these rows, and complete the batch's metadata."""
     # Also if nothing is compressed: Go's client needs it.
     metadata.uncompressed_size = len(body)
     payload = compress(metadata.compression, body)
@@ -371,8 +359,8 @@ def _entry(
 
 
 def entry_as_sent(sent: SentEntry, rows: EntryRows, producer_name: bytes, publish_time_ms: int) -> WireEntry:
-    """Return a batch with the payload that its producer has sent, for `stamped`. `rows` are those of the payload, and
-    each of them states its sequence ID. The metadata are as in `batch_of`."""
+    """Return a batch with the payload that the producer has sent, for `stamped`. `rows` are the rows of the payload;
+    each row must have a sequence ID. The metadata are the same as in `batch_of`."""
     metadata = MessageMetadata(
         producer_name=producer_name,
         publish_time=publish_time_ms,
@@ -386,7 +374,7 @@ def entry_as_sent(sent: SentEntry, rows: EntryRows, producer_name: bytes, publis
 
 
 def _described(metadata: MessageMetadata, ids: Int64s, flags: Int64s, keys: Values, ordering_keys: Values) -> bytes:
-    """Complete the metadata of a batch by what follows from its rows, and return them."""
+    """Add the values that depend on the rows to the metadata of a batch, and return the metadata."""
     metadata.sequence_id = int(ids[0])
     metadata.highest_sequence_id = int(ids[-1])
     metadata.num_messages_in_batch = len(ids)
@@ -441,9 +429,8 @@ def stored_batch(
     more: Sequence[tuple[bytes, bytes]] = (),
     complete_up_to: int = NO_SEQUENCE_ID,
 ) -> Batch:
-    """Return the rows as a batch of one producer. Each row gets the properties `more` after its own, and then its
-    ordering key as a property. Raises MALFORMED_MESSAGE.
-    """
+    """Return the rows as a batch of one producer. After its own properties, each row gets the properties `more`, and
+    then its ordering key as a property. Raises MALFORMED_MESSAGE."""
     properties = _stored_properties(rows, more)
     has_properties = int(properties.offsets[-1]) > 0
     return single_producer(
@@ -481,7 +468,7 @@ def _stored_properties(rows: EntryRows, more: Sequence[tuple[bytes, bytes]]) -> 
 
 
 def _picked(column: Values, more: Sequence[bytes], sources: Int64s) -> Values:
-    """Return the values at these places of a column with `more` after its own values."""
+    """Return the values at these places. A place counts the column's values first, then the values in `more`."""
     whole = _offsets(np.concatenate((np.diff(column.offsets), [len(value) for value in more])))
     return Values(whole, b"".join((column.data, *more))).take(sources)
 
@@ -502,11 +489,12 @@ def _stored_key(rows: EntryRows, k: int) -> bytes:
     try:
         return base64.b64decode(key, validate=True)
     except binascii.Error as e:
-        raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, as its entry says") from e
+        raise error("MALFORMED_MESSAGE", f"the key of row {k} is not base64, although its entry says so") from e
 
 
 def key_for_clients(key: bytes) -> tuple[bytes, int]:
-    """Return a stored key as clients write it, in base64 if it is not UTF-8, and the flags of its row."""
+    """Return a stored key in the form that clients write (in base64 if the key is not UTF-8), and the flags for its
+    row."""
     try:
         key.decode()
     except UnicodeDecodeError:

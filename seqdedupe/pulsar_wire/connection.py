@@ -1,7 +1,8 @@
-"""A connection to a broker: requests, producers whose receipts come in order, and readers of entries as stored.
+"""A connection to a broker. It sends requests, and has producers, whose receipts arrive in order, and readers, which
+return entries as stored.
 
-Nothing is ever sent a second time. What a producer has sent without a receipt when it ends has an unknown outcome, and
-is reported as that: only the caller can find out what the log holds.
+No entry is ever sent a second time. When a producer ends, the outcome of entries without a receipt is unknown, and is
+reported as unknown. Only the caller can find out whether the log contains these entries.
 """
 
 import asyncio
@@ -61,29 +62,31 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 
 TIMEOUT_SECONDS = 10.0
 PING_SECONDS = 30.0
-"""A connection that is silent for this long is asked; one that is silent as long again has ended."""
+"""If a connection is silent for this time, a ping is sent. If the connection stays silent for the same time again, it
+counts as ended."""
 MAX_OUTSTANDING = 64
-"""The most entries of a producer that have no receipt. A writer needs 16."""
+"""The usual maximum number of entries of a producer without a receipt. A writer of batches needs 16."""
 MAX_REDIRECTS = 20
 MAX_MESSAGE_BYTES = 5 * 1024 * 1024
 """The limit of a broker that announces none."""
 READER_BYTES, READER_ROWS = 1024 * 1024, 10_000
-"""What a reader asks for in advance. A broker counts rows: the bytes are estimated by the rows that came before."""
+"""The amount that a reader requests in advance. A broker counts rows, so the bytes are estimated by earlier rows."""
 MAX_QUEUED, MAX_QUEUED_BYTES = 2 * READER_ROWS, 64 * 1024 * 1024
-"""A reader with more entries, or bytes, that nobody has taken ends. Rows may be larger than those before."""
+"""The maximum number of received entries and bytes that the caller has not read yet. A reader above this limit ends.
+The limit is needed because rows may be larger than the rows before."""
 
 _PORTS = {"pulsar": 6650, "pulsar+ssl": 6651}
 _PROTOCOL_VERSION, _CLIENT_VERSION = 20, "seqdedupe"
 _MAX_HANDSHAKE_BYTES, _READ_BYTES = 64 * 1024, 256 * 1024
 _MAX_PERMITS = 2**31 - 1
 _NO_LEDGER = 2**64 - 1
-"""The ledger in the receipt of an entry that the broker takes for a duplicate, and does not store."""
+"""The ledger in the receipt of an entry that the broker treats as a duplicate, and does not store."""
 
 _FORBIDS = (ServerError.AuthenticationError, ServerError.AuthorizationError)
 _OWNED = (ServerError.ProducerBusy, ServerError.ProducerFenced, ServerError.ConsumerBusy)
 
 Token = Callable[[], str]
-"""Returns a token; it may block, and is called in a thread."""
+"""A function that returns a token. It is called in a thread, so it may block."""
 
 
 class WirePlace(NamedTuple):
@@ -102,11 +105,11 @@ class StoredEntry(NamedTuple):
 
 
 class EntryProducer:
-    """A producer that a broker has let in. `Connection.producer` makes it.
+    """A producer that a broker has accepted. `Connection.producer` makes it.
 
-    Receipts come in the order of sending, each as a call of `on_receipt(sequence_id, place)`. When the producer ends,
-    `on_end(why, sequence_ids)` gets, once, the IDs of all entries that were sent and have no receipt. The log holds the
-    first N of these entries, and N may be 0. Both callbacks must neither block nor raise.
+    Receipts arrive in the order of sending, each as a call of `on_receipt(sequence_id, place)`. When the producer ends,
+    `on_end(why, sequence_ids)` is called once, with the IDs of all entries that were sent and have no receipt. The log
+    contains the first N of these entries; N may be 0. Both callbacks must neither block nor raise.
     """
 
     def __init__(
@@ -115,8 +118,10 @@ class EntryProducer:
         producer_id: int,
         on_receipt: Callable[[int, WirePlace], None],
         on_end: Callable[[SeqdedupeError, tuple[int, ...]], None],
+        max_outstanding: int,
     ) -> None:
         self._connection = connection
+        self._max_outstanding = max_outstanding
         self._id = producer_id
         self._on_receipt = on_receipt
         self._on_end = on_end
@@ -126,9 +131,9 @@ class EntryProducer:
         self._command = CommandProducer(producer_id=producer_id)
         self.name = ""
         self.last_sequence_id = -1
-        """What the broker says. It means something if its deduplication is on."""
-        self.topic_epoch: int | None = None
-        """Rises with each producer that gets the topic for itself; None in the mode Shared."""
+        """The last sequence ID that the broker has reported. It is valid only if the broker's deduplication is on."""
+        self.schema_version = b""
+        """The version of the producer's schema in the topic; empty without a schema."""
 
     @property
     def outstanding(self) -> int:
@@ -136,15 +141,14 @@ class EntryProducer:
         return len(self._outstanding)
 
     def send(self, sequence_id: int, entry: WireEntry, *, highest: int | None = None, rows: int = 1) -> None:
-        """Send an entry. If this raises, nothing was sent.
+        """Send an entry. If this raises an error, nothing was sent.
 
-        Raises QUEUE_FULL with MAX_OUTSTANDING entries without a receipt, MESSAGE_TOO_LARGE, and the error that has
-        ended the producer. `Connection.drain` waits until the socket has taken what was sent.
+        Raises QUEUE_FULL (too many entries without a receipt), MESSAGE_TOO_LARGE, and what has ended the producer.
         """
         if self._ended is not None:
             raise self._ended
-        if len(self._outstanding) >= MAX_OUTSTANDING:
-            raise error("QUEUE_FULL", f"producer {self.name} has {MAX_OUTSTANDING} entries without a receipt")
+        if len(self._outstanding) >= self._max_outstanding:
+            raise error("QUEUE_FULL", f"producer {self.name} has {self._max_outstanding} entries without a receipt")
         size, limit = entry_frame_bytes(entry), self._connection.max_message_bytes
         if size > limit:
             raise error("MESSAGE_TOO_LARGE", f"an entry of {size} bytes is larger than the broker's limit, {limit}")
@@ -168,7 +172,7 @@ class EntryProducer:
             raise malformed(f"a receipt for {receipt.sequence_id} came to {self.name}, and {expected} was expected")
         place = receipt.message_id
         if place.ledgerId == _NO_LEDGER:
-            # It is lost. Nothing after it may count as stored in order.
+            # The entry is lost. No later entry may count as stored in order.
             why = f"the broker takes entry {receipt.sequence_id} of {self.name} for a duplicate, and has not stored it"
             self._connection._abandon(self, error("LOG_REFUSED", why))
             return
@@ -188,8 +192,8 @@ class EntryProducer:
 
 
 class WireReader:
-    """Reads a topic's entries as they are stored, with all of their metadata. `Connection.reader` makes it. The topic
-    keeps no cursor for it."""
+    """Reads a topic's entries as they are stored, with all metadata. `Connection.reader` makes it. The topic keeps no
+    cursor for this reader."""
 
     def __init__(self, connection: "Connection", consumer_id: int) -> None:
         self.connection = connection
@@ -200,17 +204,17 @@ class WireReader:
         self._asked = 0  # rows that have not been taken; below 0 if the last entry had more
 
     async def next(self) -> StoredEntry:
-        """Return the next entry, as soon as there is one. Nothing is lost if this is cancelled. Raises the error that
-        has ended the reader, after all that came before."""
+        """Return the next entry as soon as it arrives. If this is cancelled, no entry is lost. After all entries that
+        arrived, raise the error that has ended the reader."""
         return self._taken(await self._entries.get())
 
     def next_now(self) -> StoredEntry | None:
-        """Return the next entry if it has come. Otherwise the same as `next`."""
+        """Return the next entry if it has arrived, or None. Otherwise the same as `next`."""
         return None if self._entries.empty() else self._taken(self._entries.get_nowait())
 
     async def last(self) -> tuple[WirePlace, WirePlace | None]:
-        """Return the place of the topic's last entry, and the place before the reader's first entry, if the broker says
-        it. Without an entry, its ID is -1. Raises the errors of `request`."""
+        """Return the place of the topic's last entry. If the broker reports it, also return the place before the
+        reader's first entry. If the topic has no entry, the entry ID is -1. Raises the errors of `request`."""
         answer = await self.connection.request("getLastMessageId", CommandGetLastMessageId(consumer_id=self._id))
         has_begin = answer.HasField("consumer_mark_delete_position")
         return _signed(answer.last_message_id), _signed(answer.consumer_mark_delete_position) if has_begin else None
@@ -237,7 +241,7 @@ class WireReader:
 
     def _ask(self, rows: int) -> None:
         self._asked += rows
-        # An entry may say that it has any number of rows, and a broker takes a larger number for a negative one.
+        # An entry may claim any number of rows, and a broker treats a larger number as negative.
         while rows > 0 and self._ended is None:
             self.connection._command("flow", CommandFlow(consumer_id=self._id, messagePermits=min(rows, _MAX_PERMITS)))
             rows -= _MAX_PERMITS
@@ -275,7 +279,7 @@ class Requests:
         return next(self._numbers)
 
     async def ask(self, field: str, message: Any, say: Callable[[str, Message], None], timeout: float | None) -> Any:
-        """Number a request, send it by `say`, and return the answer. Raises LOG_REFUSED without an answer in time."""
+        """Number a request, send it with `say`, and return the answer. Raises LOG_REFUSED after the time limit."""
         message.request_id = number = self.new_number()
         answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -304,21 +308,21 @@ class Requests:
 
 
 def fail(waiting: "asyncio.Future[Any]", why: SeqdedupeError) -> None:
-    """Let a future fail, unless it is done. Nobody needs to wait for it."""
+    """Set this error as the future's result, unless the future is done. Nobody needs to read the error."""
     if not waiting.done():
         waiting.set_exception(why)
         waiting.exception()
 
 
 class Connection:
-    """A connection to one broker. `connect` makes it; `close` ends it and all that it has."""
+    """A connection to one broker, made by `connect`. `close` ends the connection with all its producers and readers."""
 
     def __init__(
         self, url: str, streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], token: Token | None
     ) -> None:
         self.url = url
         self.max_message_bytes = MAX_MESSAGE_BYTES
-        """The most that the broker takes as one entry, by its own word."""
+        """The maximum size of an entry in bytes, as announced by the broker."""
         self._input, self._output = streams
         self._token = token
         self._splitter = Splitter(_MAX_HANDSHAKE_BYTES)
@@ -336,7 +340,7 @@ class Connection:
         return self._ended is None
 
     async def request(self, field: str, message: Any, timeout: float | None = TIMEOUT_SECONDS) -> Any:
-        """Send a command with a request ID, which is set here, and return the command that answers it.
+        """Set the request ID of a command, send the command, and return the command that answers the request.
 
         A caller that is cancelled or runs out of time ignores the answer. Raises LOG_REFUSED (also without an answer in
         time, or if the connection has ended), PULSAR_FORBIDS, TOPIC_NOT_FOUND, TOPIC_TERMINATED, NOT_OWNER. If the
@@ -345,14 +349,15 @@ class Connection:
         return await self._requests.ask(field, message, self._command, timeout)
 
     async def partitions(self, topic: str) -> int:
-        """Return a topic's number of partitions, 0 if it is none that has any. Raises the errors of `request`."""
+        """Return the number of partitions of a topic; 0 if the topic is not partitioned. Raises the errors of
+        `request`."""
         answer = await self.request("partitionMetadata", CommandPartitionedTopicMetadata(topic=topic))
         if answer.response == CommandPartitionedTopicMetadataResponse.Failed:
             raise refusal_of(self.url, answer.error, answer.message)
         return int(answer.partitions)
 
     async def lookup(self, topic: str, *, authoritative: bool = False) -> CommandLookupTopicResponse:
-        """Return the broker's answer to who serves the topic. Raises the errors of `request`."""
+        """Ask the broker which broker serves the topic, and return the answer. Raises the errors of `request`."""
         command = CommandLookupTopic(topic=topic, authoritative=authoritative)
         answer: CommandLookupTopicResponse = await self.request("lookupTopic", command)
         if answer.response == CommandLookupTopicResponse.Failed:
@@ -367,18 +372,17 @@ class Connection:
         *,
         name: str = "",
         access_mode: ProducerAccessMode.ValueType = Exclusive,
-        topic_epoch: int | None = None,
-        schema: Schema | None = None,
         properties: Mapping[str, str] | None = None,
+        schema: Schema | None = None,
+        max_outstanding: int = MAX_OUTSTANDING,
         timeout: float | None = TIMEOUT_SECONDS,
     ) -> EntryProducer:
         """Open a producer. The connection must be to the topic's broker, see `connect_to_owner`.
 
-        With WaitForExclusive and no time-out, this waits until the topic is free. A caller that gives up leaves no
-        producer: it is closed as soon as it is open. Raises the errors of `request`; NOT_OWNER says that the topic has
-        another producer.
+        With WaitForExclusive and no time-out, this waits until the topic is free. If the caller gives up, the producer
+        is closed as soon as it is open. Raises the errors of `request`; NOT_OWNER if the topic has another producer.
         """
-        producer = EntryProducer(self, self._requests.new_number(), on_receipt, on_end)
+        producer = EntryProducer(self, self._requests.new_number(), on_receipt, on_end, max_outstanding)
         self._producers[producer._id] = producer
         command = producer._command = CommandProducer(
             topic=topic,
@@ -386,7 +390,6 @@ class Connection:
             producer_name=name or None,
             user_provided_producer_name=bool(name),
             producer_access_mode=access_mode,
-            topic_epoch=topic_epoch,
             schema=schema,
             metadata=[Property(key=key.encode(), value=value.encode()) for key, value in (properties or {}).items()],
         )
@@ -395,7 +398,7 @@ class Connection:
         except BaseException:
             self._producers.pop(producer._id, None)
             if self.is_open:
-                # The broker may have opened it meanwhile, or may do it later.
+                # The broker may have opened the producer meanwhile, or may open it later.
                 close = CommandCloseProducer(producer_id=producer._id, request_id=self._requests.new_number())
                 self._command("close_producer", close)
             raise
@@ -404,11 +407,11 @@ class Connection:
         producer._is_open = True
         producer.name = answer.producer_name
         producer.last_sequence_id = answer.last_sequence_id
-        producer.topic_epoch = answer.topic_epoch if answer.HasField("topic_epoch") else None
+        producer.schema_version = answer.schema_version
         return producer
 
     async def reader(self, topic: str, name: str, start: WirePlace | None = None) -> WireReader:
-        """Open a reader of the entries from `start` on, that one included, or of all.
+        """Open a reader of the entries from the entry `start` on (None: of all entries).
 
         Raises the errors of `request`."""
         reader = WireReader(self, self._requests.new_number())
@@ -433,11 +436,6 @@ class Connection:
             raise
         reader._ask(1)
         return reader
-
-    async def drain(self) -> None:
-        """Wait until the socket has taken most of what was sent."""
-        with suppress(OSError):
-            await self._output.drain()
 
     async def close(self) -> None:
         """End the connection and all its producers and readers."""
@@ -481,7 +479,7 @@ class Connection:
         except OSError as e:
             self._fail(error("LOG_REFUSED", f"the connection to {self.url} is broken: {e}"))
         finally:
-            # Also if a callback raises: nobody may wait for a connection that is not read.
+            # Do this even if a callback raises: no caller may wait for a connection that is no longer read.
             self._fail(error("LOG_REFUSED", f"the connection to {self.url} has failed"))
 
     async def _ping(self) -> None:
@@ -513,7 +511,7 @@ class Connection:
         message: Any = getattr(command, frame.field) if frame.field else None
         match frame.field:
             case "ping":
-                # A broker takes any command for an answer. Pongs must not pile up.
+                # A broker accepts any command as a sign of life. Pongs must not accumulate.
                 if self._output.transport.get_write_buffer_size() < _MAX_HANDSHAKE_BYTES:
                     self._command("pong", CommandPong())
             case "connected":
@@ -546,7 +544,7 @@ class Connection:
             case "error":
                 self._refused(message)
             case "producer_success" if not message.producer_ready:
-                # It waits for the topic. A second answer follows.
+                # The producer waits for the topic. A second answer follows.
                 pass
             case _:
                 self._requests.answer(getattr(message, "request_id", 0), message)
@@ -570,10 +568,12 @@ class Connection:
     def _write(self, *parts: Any) -> None:
         if self._ended is not None:
             raise self._ended
-        self._output.writelines(parts)
+        # Data written to a closed connection is lost, as on a broken connection. uvloop raises an error instead.
+        if not self._output.is_closing():
+            self._output.writelines(parts)
 
     def _fail(self, why: SeqdedupeError) -> None:
-        """End everything. Every request fails with this error, and what was sent has an unknown outcome."""
+        """End the connection. Every request fails with this error, and the outcome of sent entries is unknown."""
         if self._ended is not None:
             return
         self._ended = why
@@ -600,14 +600,14 @@ async def connect(
 ) -> Connection:
     """Connect to the first host of `service_url` that answers: `pulsar://one:6650,two:6650`, or `pulsar+ssl://…`.
 
-    `tls` is the system's default if it is None. `proxy_to` names a broker for a Pulsar proxy. The hosts share the
+    If `tls` is None, the system's default is used. `proxy_to` names a broker for a Pulsar proxy. The hosts share the
     time-out. Raises LOG_REFUSED if no host answers in time, PULSAR_FORBIDS, and the errors of `token`.
     """
     failure: SeqdedupeError | None = None
     urls = urls_of(service_url)
     for url in urls:
         try:
-            # Callers wait about this time for all hosts: a silent one must leave some to the others.
+            # Callers wait about this time for all hosts together. A silent host must not use up the whole time.
             async with asyncio.timeout(timeout / len(urls)):
                 return await _connect(url, tls, token, proxy_to)
         except (OSError, ValueError) as e:
@@ -621,8 +621,8 @@ async def connect(
 
 
 async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Connection:
-    """Connect to the broker that serves the topic. `options` are those of `connect`. Raises its errors and those of
-    `request`; LOG_REFUSED after MAX_REDIRECTS."""
+    """Connect to the broker that serves the topic. `options` are the options of `connect`. Raises the errors of
+    `connect` and `request`; LOG_REFUSED after MAX_REDIRECTS."""
     url, proxy_to, authoritative = service_url, "", False
     connection = await connect(url, **options)
     try:
@@ -663,7 +663,7 @@ def urls_of(service_url: str) -> list[str]:
 async def open_streams(
     url: str, tls: ssl.SSLContext | None, limit: int = 2**16
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Open a connection to the host of this URL, with `tls` (None: the system's default) if the URL asks for that.
+    """Open a connection to the host of this URL. If the URL requires TLS, use `tls` (None: the system's default).
 
     Raises OSError, ValueError."""
     place = urlsplit(url)

@@ -1,17 +1,23 @@
-"""Frames: what a connection of Pulsar's protocol carries, in both directions. Pure.
+"""Frames: the units that a connection of Pulsar's protocol carries in both directions. This module does no I/O.
 
     size (4) | command size (4) | command
     size (4) | command size (4) | command | entry
 
-An entry is what a producer sends, a broker stores and a reader receives:
+A producer sends entries, a broker stores entries, and a reader receives entries. An entry has this form:
 
     [0x0e02 | size (4) | broker's metadata] | [0x0e01 | CRC-32C (4)] | metadata size (4) | metadata | payload
 
-Numbers are big-endian. A size does not count its own four bytes. The CRC is over all that follows it.
+Numbers are big-endian. A size does not include its own four bytes. The CRC covers all bytes after the CRC.
+
+A payload may be compressed: `compress` and `decompress`, at the end. The codecs of other libraries are imported when
+they are needed: the extra `pulsar` has them.
 """
 
 import struct
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import google_crc32c
@@ -19,21 +25,32 @@ import numpy as np
 import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, MessageMetadata
+from seqdedupe.errors import INSTALL_HINT, SeqdedupeError, error
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
+    LZ4,
+    NONE,
+    SNAPPY,
+    ZLIB,
+    ZSTD,
+    BaseCommand,
+    CompressionType,
+    MessageMetadata,
+)
 from seqdedupe.wire import varint
 
 Buffer = bytes | bytearray | memoryview
 
 MAX_COMMAND_BYTES = 1024 * 1024
-"""The most bytes of a command. Small fields take many times their size in memory once they are decoded."""
+"""The maximum size of a command in bytes. Small fields need many times their size in memory when they are decoded."""
 FRAME_OVERHEAD_BYTES = 10 * 1024
-"""What a frame may have in addition to the broker's `max_message_size`, by Pulsar's definition."""
+"""The number of bytes that a frame may have in addition to the broker's `max_message_size`, as Pulsar defines it."""
 SEQDEDUPE_FIELD = MessageMetadata.SEQDEDUPE_FIELD_NUMBER
 """Our own field of an entry's metadata."""
 
 _SIZE = struct.Struct(">I")
 _TWO_SIZES = struct.Struct(">II")
+_COPIED_BYTES = 4096
+"""Up to this size a copy takes less time than an array that is a view."""
 _CHECKSUM, _BROKER_METADATA = b"\x0e\x01", b"\x0e\x02"
 _HEAD_BYTES = 10
 """The magic number, the CRC and the metadata's size."""
@@ -44,7 +61,7 @@ _FIELDS = {number: BaseCommand.DESCRIPTOR.fields_by_number[number].name for numb
 
 
 class WireEntry(NamedTuple):
-    """An entry's two parts. They are views of the frame that they came in."""
+    """The two parts of an entry. Each part is a view of the frame that contained the entry."""
 
     metadata: Buffer
     """A serialised `MessageMetadata`."""
@@ -56,26 +73,28 @@ class PulsarFrame(NamedTuple):
 
     command: BaseCommand
     raw: memoryview
-    """The whole frame with its size, as it came: what is passed on unchanged."""
+    """The whole frame as received, with its size. It can be passed on unchanged."""
     content: memoryview
-    """What follows the command: nothing, or an entry for `entry_of`."""
+    """The data after the command: empty, or an entry for `entry_of`."""
 
     @property
     def field(self) -> str:
-        """The name of the command's field in `BaseCommand`, or an empty string for a type that is not in our part."""
+        """The name of the command's field in `BaseCommand`; empty for a type that this implementation does not have."""
         return _FIELDS.get(self.command.type, "")
 
 
 class Splitter:
     """Divides the bytes of one connection into frames.
 
-    Holds at most one incomplete frame. A frame that claims more than `max_frame_bytes` is refused when its size has
-    come, before anything of it is kept. After an error the splitter must not be used again.
+    The splitter keeps at most one incomplete frame. A frame with a stated size above `max_frame_bytes` is refused as
+    soon as the size has arrived, before any other part of the frame is kept. After an error the splitter must not be
+    used again.
     """
 
     def __init__(self, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
-        """May be changed between two calls: a broker announces its limit when it has accepted a connection."""
+        """The maximum size of a frame. It may be changed between two calls, because a broker announces its limit when
+        it has accepted a connection."""
         self._rest = bytearray()
 
     @property
@@ -84,7 +103,7 @@ class Splitter:
         return len(self._rest)
 
     def feed(self, data: bytes) -> Iterator[PulsarFrame]:
-        """Yield the frames that are complete with these bytes. Views of them stay valid.
+        """Add received bytes. Yield the frames that are now complete. Views of the frames stay valid.
 
         The caller must exhaust the iterator. Raises MALFORMED_MESSAGE, MESSAGE_TOO_LARGE.
         """
@@ -109,7 +128,8 @@ class Splitter:
         self._rest += view[at:]
 
     def _missing(self) -> int:
-        """Return how many bytes the incomplete frame needs next: of its size, else of all of it."""
+        """Return the number of bytes that the incomplete frame needs next: to complete its size field, or otherwise the
+        whole frame."""
         have = len(self._rest)
         if have < _SIZE.size:
             return _SIZE.size - have
@@ -127,7 +147,7 @@ class Splitter:
 
 
 def frame_of(raw: memoryview) -> PulsarFrame:
-    """Return what these bytes of one whole frame are. Raises MALFORMED_MESSAGE."""
+    """Parse the bytes of one complete frame. Raises MALFORMED_MESSAGE."""
     if len(raw) < _TWO_SIZES.size:
         raise malformed(f"a frame of {len(raw)} bytes is cut off")
     size, command_bytes = _TWO_SIZES.unpack_from(raw)
@@ -147,29 +167,39 @@ def frame_of(raw: memoryview) -> PulsarFrame:
 
 
 def entry_of(content: memoryview) -> WireEntry:
-    """Return the entry that follows a SEND or MESSAGE command. The checksum is compared if there is one: clients of
-    protocol version 6 and newer write it.
+    """Return the entry that follows a SEND or MESSAGE command. If the entry has a checksum, the checksum is verified.
+    Clients of protocol version 6 and newer write a checksum.
 
     Raises MALFORMED_MESSAGE.
     """
-    at = 0
-    if content[:2] == _BROKER_METADATA:
-        at = 6 + _number_at(content, 2)
+    at = _begin_of(content)
     if content[at : at + 2] == _CHECKSUM:
-        said = _number_at(content, at + 2)
-        at += 6
-        found = checksum(content[at:])
+        said, found = _number_at(content, at + 2), checksum(content[at + 6 :])
         if said != found:
             raise malformed(f"an entry's checksum is {found:08x}, and it says {said:08x}")
+    begin, end = metadata_range(content)
+    return WireEntry(content[begin:end], content[end:])
+
+
+def metadata_range(content: memoryview) -> tuple[int, int]:
+    """Return where an entry's metadata begin and end, without verifying the checksum. Raises MALFORMED_MESSAGE."""
+    at = _begin_of(content)
+    if content[at : at + 2] == _CHECKSUM:
+        at += 6
     begin = at + _SIZE.size
     end = begin + _number_at(content, at)
     if end > len(content):
         raise malformed(f"an entry of {len(content)} bytes ends before its metadata, at {end}")
-    return WireEntry(content[begin:end], content[end:])
+    return begin, end
+
+
+def _begin_of(content: memoryview) -> int:
+    """Return the place after the broker's metadata. Raises MALFORMED_MESSAGE."""
+    return 6 + _number_at(content, 2) if content[:2] == _BROKER_METADATA else 0
 
 
 def metadata_of(entry: WireEntry) -> MessageMetadata:
-    """Return an entry's metadata. It has the three fields that Pulsar requires. Raises MALFORMED_MESSAGE."""
+    """Return an entry's metadata. The metadata have the three fields that Pulsar requires. Raises MALFORMED_MESSAGE."""
     try:
         metadata = MessageMetadata.FromString(bytes(entry.metadata))
     except DecodeError as e:
@@ -181,9 +211,10 @@ def metadata_of(entry: WireEntry) -> MessageMetadata:
 
 
 def stamped(entry: WireEntry, value: bytes) -> WireEntry:
-    """Return the entry with our own field. The payload is the same object, and the rest of the metadata the same bytes.
+    """Return the entry with the sidecar's field. The payload is the same object. The rest of the metadata has the same
+    bytes.
 
-    A field of ours that the metadata already have does not count any more: of a field, the last one does.
+    If the metadata already have the sidecar's field, the earlier field has no effect: only the last occurrence counts.
     """
     key = varint(SEQDEDUPE_FIELD << 3 | _BYTES_FIELD)
     return WireEntry(bytes(entry.metadata) + key + varint(len(value)) + value, entry.payload)
@@ -203,7 +234,8 @@ def command_frame(command: BaseCommand) -> bytes:
 
 
 def entry_frame(command: BaseCommand, entry: WireEntry) -> tuple[bytes, Buffer]:
-    """Return the frame of a command with an entry, in two parts: the second is the entry's payload, not copied.
+    """Return the frame of a command with an entry, in two parts. The second part is the entry's payload, which is not
+    copied.
 
     The checksum is computed here.
     """
@@ -215,18 +247,18 @@ def entry_frame(command: BaseCommand, entry: WireEntry) -> tuple[bytes, Buffer]:
 
 
 def entry_frame_bytes(entry: WireEntry) -> int:
-    """Return the bytes of an entry as a broker counts them: all that follows the command."""
+    """Return the size of an entry in bytes as a broker counts it: everything after the command."""
     return _HEAD_BYTES + len(entry.metadata) + len(entry.payload)
 
 
 def checksum(data: Buffer) -> int:
     """Return the CRC-32C."""
-    return int(google_crc32c.value(readable(data)))
+    return int(google_crc32c.value(bytes(data) if len(data) <= _COPIED_BYTES else readable(data)))
 
 
 def malformed(message: str) -> SeqdedupeError:
-    """Return the error of what is not as Pulsar's protocol is."""
-    return error("MALFORMED_MESSAGE", message, hint="Is the other side a Pulsar broker or client?")
+    """Return the error for data that violates Pulsar's protocol."""
+    return error("MALFORMED_MESSAGE", message, hint="Check whether the other side is a Pulsar broker or client.")
 
 
 def _number_at(content: memoryview, at: int) -> int:
@@ -236,7 +268,106 @@ def _number_at(content: memoryview, at: int) -> int:
 
 
 def readable(data: Buffer) -> npt.NDArray[np.uint8]:
-    """Return the data as an array, not copied. The CRC's library refuses other views."""
+    """Return the data as an array, without copying it. The CRC library refuses other views."""
     view = np.frombuffer(data, np.uint8)
     view.flags.writeable = False
     return view
+
+
+# -- The compression of payloads: Pulsar's five types, each bounded by the size that the entry states.
+
+COMPRESSIONS = (NONE, LZ4, ZLIB, ZSTD, SNAPPY)
+"""All of them: Pulsar has no other."""
+
+
+def compress(kind: CompressionType.ValueType, data: Buffer) -> Buffer:
+    """Return the compressed data, in the form that Pulsar's clients write. NONE returns the same object.
+
+    Raises MALFORMED_MESSAGE for an unknown type, INVALID_CONFIGURATION if the codec is not installed.
+    """
+    if kind == NONE:
+        return data
+    if kind == ZLIB:
+        return zlib.compress(data)
+    codecs = _codecs()
+    if kind == LZ4:
+        return memoryview(codecs.lz4.compress_block(data, store_size=False))
+    if kind == ZSTD:
+        return memoryview(codecs.zstd.compress(data))
+    if kind == SNAPPY:
+        return memoryview(codecs.snappy.compress_raw(data))
+    raise _unknown(kind)
+
+
+def decompress(kind: CompressionType.ValueType, data: Buffer, size: int, max_bytes: int) -> Buffer:
+    """Decompress the data to `size` bytes. NONE returns the same object.
+
+    The function allocates `size` bytes only if `size` is at most `max_bytes`. A ZLIB stream without an end is accepted:
+    brokers write one when they compact a topic. Raises MESSAGE_TOO_LARGE, MALFORMED_MESSAGE, INVALID_CONFIGURATION.
+    """
+    if kind == NONE:
+        return data
+    if size > max_bytes:
+        raise error("MESSAGE_TOO_LARGE", f"a payload of {size} bytes is larger than {max_bytes}", size=size)
+    if kind == ZLIB:
+        result: Buffer = _inflated(data, size)
+    elif kind in (LZ4, ZSTD, SNAPPY):
+        result = _filled(_decoder(kind), data, size)
+    else:
+        raise _unknown(kind)
+    return result
+
+
+def _inflated(data: Buffer, size: int) -> bytes:
+    stream = zlib.decompressobj()
+    try:
+        # One more byte shows that a payload is larger than stated. 0 would mean no limit.
+        result = stream.decompress(data, size + 1)
+    except zlib.error as e:
+        raise malformed(f"a payload is not compressed as it says: {e}") from e
+    if len(result) != size:
+        raise _size_differs(size)
+    return result
+
+
+def _filled(decode: Callable[[Buffer, bytearray], int], data: Buffer, size: int) -> Buffer:
+    result = bytearray(size)
+    try:
+        filled = decode(data, result)
+    except _codecs().DecompressionError as e:
+        raise malformed(f"a payload of {size} bytes is not compressed as it says: {e}") from e
+    if filled != size:
+        raise _size_differs(size)
+    return result
+
+
+def _decoder(kind: CompressionType.ValueType) -> Callable[[Buffer, bytearray], int]:
+    """Return a function that decodes data into a buffer, and fails if the decoded data is larger than the buffer."""
+    codecs = _codecs()
+    decoders: dict[int, Callable[[Buffer, bytearray], int]] = {
+        LZ4: codecs.lz4.decompress_block_into,
+        ZSTD: codecs.zstd.decompress_into,
+        SNAPPY: codecs.snappy.decompress_raw_into,
+    }
+    return decoders[kind]
+
+
+@cache
+def _codecs() -> ModuleType:
+    try:
+        import cramjam
+    except ImportError as e:
+        raise error(
+            "INVALID_CONFIGURATION",
+            "LZ4, ZSTD and SNAPPY need the package cramjam, which is not installed",
+            hint=INSTALL_HINT.format("pulsar"),
+        ) from e
+    return cramjam
+
+
+def _size_differs(size: int) -> Exception:
+    return malformed(f"a payload says {size} bytes, and has another size when decompressed")
+
+
+def _unknown(kind: int) -> Exception:
+    return malformed(f"compression {kind} is none that Pulsar 4 has")

@@ -1,18 +1,19 @@
-"""The rows of a batch, in bytes: kernels that find them, copy them and write them.
+"""Kernels that find, copy and write the rows of a batch as bytes.
 
-A row is `metadata size (4) | metadata | payload`, the metadata a serialised `SingleMessageMetadata`. Each kernel makes
-one pass over the bytes. A decoder of protobuf takes some microseconds for a row, and would be the limit of a writer.
+A row is `metadata size (4) | metadata | payload`. The metadata is a serialised `SingleMessageMetadata`. Each kernel
+makes one pass over the bytes. A protobuf decoder would need some microseconds for each row, and would limit the rate of
+a writer.
 
-Kernels: import this module only after `kernels.prepare()`.
+This module has kernels, so import it only after `kernels.prepare()`.
 """
 
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, copy, for_kernels, kernel, shl64
 
-# The places of a row, and what is in it.
+# The places of a row's parts, and flags for the row's contents.
 BEGIN = 0
 METADATA = 1
 PAYLOAD = 2
-"""The begin of its payload, which is the end of its metadata."""
+"""The place where the row's payload begins and its metadata ends."""
 END = 3
 KEY = 4
 KEY_END = 5
@@ -33,7 +34,7 @@ NULL_VALUE = 8
 COMPACTED_OUT = 16
 NULL_KEY = 32
 HAS_SEQUENCE_ID = 64
-"""The client has set the row's sequence ID. Without it, the ID follows from the entry's first one."""
+"""The client has set the row's sequence ID. Otherwise the ID follows from the first ID of the entry."""
 
 # The tags of fields of `SingleMessageMetadata`: number and wire type.
 _PROPERTY = 1 << 3 | 2
@@ -52,15 +53,16 @@ _VALUE = 2 << 3 | 2
 _MAX_INT32 = 2**31 - 1
 _MAX_TAG = 2**32 - 1
 ROW_BYTES = 72
-"""The most bytes that a row's fields take, its properties, keys and payload apart."""
+"""The maximum size of a row in bytes, without its properties, keys and payload."""
 PROPERTY_BYTES = 24
-"""The most bytes that a property takes, its name and value apart."""
+"""The maximum size of a property in bytes, without its name and value."""
 SEQUENCE_ID_BYTES = 11
 
 
 @for_kernels
 def _varint(raw: Bytes, at: int, end: int) -> tuple[int, int]:
-    """Return a number of at most 64 bits, and the place after it. The place is -1 if it is cut off or too long."""
+    """Return a number of at most 64 bits, and the place after the number. The place is -1 if the number is cut off or
+    too long."""
     value = 0
     shift = 0
     while at < end and shift < 70:
@@ -75,7 +77,7 @@ def _varint(raw: Bytes, at: int, end: int) -> tuple[int, int]:
 
 @for_kernels
 def _skipped(raw: Bytes, tag: int, at: int, end: int) -> int:
-    """Return the place after a field that is not used, or -1."""
+    """Return the place after an unused field; -1 if the field is malformed."""
     kind = tag & 7
     if kind == 0:
         return _varint(raw, at, end)[1]
@@ -101,10 +103,10 @@ def _flag(flags: int, flag: int, is_set: bool) -> int:
 
 @kernel(bare=True)
 def scan(raw: Bytes, rows: int, places: Int64s) -> int:
-    """Find the rows of a batch. Return how many properties they have together, or a negative number.
+    """Find the rows of a batch. Return the total number of properties, or a negative number.
 
-    `-1 - N` says that row N is malformed; N is `rows` if there are bytes after the last row. `places` has PLACES
-    numbers for each row.
+    `-1 - N` means that row N is malformed. N is `rows` if bytes follow the last row. `places` has PLACES numbers for
+    each row.
     """
     at = 0
     end = len(raw)
@@ -179,8 +181,8 @@ def scan(raw: Bytes, rows: int, places: Int64s) -> int:
 
 @kernel(bare=True)
 def find_properties(raw: Bytes, rows: int, places: Int64s, spans: Int64s) -> bool:
-    """Find the properties of rows that `scan` has found: begin and end of the name and of the value of each. Return
-    whether they are well formed."""
+    """Find the properties of rows that `scan` has found: the begin and end of each name and each value. Return whether
+    the properties are well formed."""
     out = 0
     for row in range(rows):
         base = row * PLACES
@@ -216,7 +218,8 @@ def find_properties(raw: Bytes, rows: int, places: Int64s, spans: Int64s) -> boo
 
 @kernel(bare=True)
 def gather(raw: Bytes, begins: Int64s, offsets: Int64s, out: Uint8s) -> int:
-    """Copy the values that begin there to the offsets where they belong, one after the other. Return their bytes."""
+    """Copy the values that begin at these places, one after the other, to their offsets in the output. Return the
+    number of bytes."""
     for k in range(len(begins)):
         copy(out, int(offsets[k]), raw, int(begins[k]), int(offsets[k + 1] - offsets[k]))
     return int(offsets[len(begins)])
@@ -224,7 +227,7 @@ def gather(raw: Bytes, begins: Int64s, offsets: Int64s, out: Uint8s) -> int:
 
 @for_kernels
 def _put_varint(out: Uint8s, at: int, value: int) -> int:
-    """Write a number as a protobuf varint. Negative ones take ten bytes."""
+    """Write a number as a protobuf varint. A negative number needs ten bytes."""
     rest = value
     if rest < 0:
         # The upper bits are moved down without the sign.
@@ -280,7 +283,8 @@ def put_rows(
     payloads: Bytes,
     out: Uint8s,
 ) -> int:
-    """Write rows. Return their bytes. `out` has room for ROW_BYTES a row, PROPERTY_BYTES a property, and all values."""
+    """Write rows. Return the number of bytes. `out` has room for ROW_BYTES per row, PROPERTY_BYTES per property, and
+    all values."""
     at = 0
     for row in range(len(sequence_ids)):
         begin = at
@@ -332,9 +336,10 @@ def put_rows(
 
 @kernel(bare=True)
 def take(raw: Bytes, rows: int, places: Int64s, sequence_ids: Int64s, marks: Uint8s, out: Uint8s) -> int:
-    """Copy the marked rows of a batch. Return their bytes.
+    """Copy the marked rows of a batch. Return the number of bytes.
 
-    A row keeps its bytes. Only a row without a sequence ID gets one, since it cannot follow from the entry's any more.
+    The rows keep their bytes. Only a row without a sequence ID gets a sequence ID, because the ID can no longer be
+    computed from the entry's ID.
     """
     at = 0
     for row in range(rows):

@@ -1,8 +1,8 @@
 """Patterns of services that use the sidecar. Each pattern is one class; all of them need the extra `services`.
 
-Each has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file has what they share: the test when a process
-that stands by may take over, the lines about attempts that fail, and the check of the topic that a service publishes
-to.
+Each pattern has a folder or file: `outbox`, `consumer`, `inbox`, `pipe`. This file contains their shared code: the
+decision when a standby process may take over, the reports about failed attempts, and the check of the topic that a
+service publishes to.
 """
 
 import time
@@ -58,7 +58,7 @@ class Retries:
             self._report(f"trying again{times}: {failure}")
 
     def works(self) -> None:
-        """Note that the service works."""
+        """Record that the service works."""
         if self._failures:
             self._report(f"working again (failed {counted(self._failures, 'time')})")
             self._failures = 0
@@ -71,7 +71,7 @@ def check_kind(topic: admin_pb2.Topic, who: str) -> None:
         raise error(
             "INVALID_OPTION",
             f"{topic.name} is a topic of deduplication IDs, and {who} publishes with sequence IDs",
-            hint="Give another topic. `seqdedupe topics create NAME` makes one of sequence IDs.",
+            hint="Name another topic. `seqdedupe topics create NAME` creates a topic of sequence IDs.",
         )
 
 

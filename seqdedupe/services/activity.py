@@ -68,7 +68,7 @@ NO_LAG = Lag(0, None)
 
 class Activity:
     """Counts since this object was created. One service writes the counts, and any thread reads them. Each number is
-    consistent in itself, but not with the others."""
+    correct, but the numbers may come from different moments."""
 
     def __init__(self, kind: str, name: str) -> None:
         self.kind = kind
@@ -104,15 +104,15 @@ class Activity:
         return reason
 
     def runs(self) -> None:
-        """Note that the service works, and waits for no other system."""
+        """Record that the service works, and does not wait for another system."""
         self.state, self.reason = State.RUNNING, ""
 
     def waits(self, failure: SeqdedupeError) -> None:
-        """Note that the service waits until the system that failed works again."""
+        """Record that the service waits until a failed system works again."""
         self.state, self.reason = State.WAITING, self.failed(failure)
 
     def stands_by(self) -> None:
-        """Note that another process does the work."""
+        """Record that another process does the work."""
         self.state, self.reason, self.lag = State.STANDBY, "", None
 
     @property
@@ -122,7 +122,7 @@ class Activity:
         return self.state in (State.RUNNING, State.WAITING)
 
     def see(self, lag: Lag | None) -> None:
-        """Record the lag as just measured. None: the position of the service is not known."""
+        """Record the lag that was just measured. None means that the position of the service is not known."""
         if lag is None and self.state is State.WAITING:
             return  # the lag at the start of the wait contains more information
         if lag is not None and not lag.messages and self.state is State.WAITING and self.reason not in _OF_DATABASES:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
 
 import click
 
@@ -12,8 +11,7 @@ from seqdedupe.client.blocking.loop import run
 from seqdedupe.command import FAILED, Seconds, json_text, needing, print_json, print_table, say
 from seqdedupe.message_id import Position
 from seqdedupe.services.activity import Lag, Service, lags_after, total
-
-Command = Callable[..., Any]
+from seqdedupe.sidecar_options import Command
 
 # -- Metrics of a service, while its command runs.
 
@@ -49,9 +47,9 @@ def _remember(key: str, context: click.Context, _option: click.Parameter, value:
 
 
 def metrics_told(*, as_json: bool) -> Callable[[Service], AbstractContextManager[None]]:
-    """Return a function that makes a context manager from a service. Within the context, the command serves the
-    service's metrics if `--metrics-listen` is given, and prints the address on standard error. The context manager
-    raises INVALID_CONFIGURATION, INSECURE_LISTEN."""
+    """Return a function that makes a context manager from a service. If `--metrics-listen` is set, the command serves
+    the service's metrics within this context, and prints the address on standard error. The context manager raises
+    INVALID_CONFIGURATION, INSECURE_LISTEN."""
     told = click.get_current_context().meta
     return partial(_metrics_of, told[_LISTEN], told[_ALLOW], as_json)
 
@@ -96,8 +94,8 @@ def show_lag(
     *,
     as_json: bool,
 ) -> int:
-    """Print how far these positions, by topic, are behind the ends of their topics. Return the exit status. Raises the
-    errors of `lag_after`."""
+    """Print the lag of these positions: how far each position is behind the end of its topic. `positions` are by topic.
+    Return the exit status. Raises the errors of `lag_after`."""
     lags = run(partial(lags_after, client.on_loop, positions))
     whole = total(lags.values())
     if as_json:

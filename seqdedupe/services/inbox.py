@@ -93,8 +93,8 @@ class Waiting(NamedTuple):
 
 
 def in_cycles(parked: Sequence[tuple[Mapping[str, int], Mapping[str, int]]]) -> list[bool]:
-    """Return for each parked message whether it waits, through other parked messages, for itself. Each item of `parked`
-    has the versions of the message and the versions that it waits for.
+    """Return for each parked message whether the message waits for itself, through other parked messages. Each item of
+    `parked` contains the message's versions, and the versions for which the message waits.
 
     A message is in a cycle if its strongly connected component has more than one message, or an edge from the message
     to itself.
@@ -294,22 +294,22 @@ class Inbox:
     """A handler that orders messages and passes them to an inner handler: `Consumer(client, topic, name, engine,
     Inbox(…), in_batches=True)`.
 
-    With `in_batches` the inbox locks all keys of a batch at once. The inner handler still receives single messages.
+    With `in_batches` the inbox locks all keys of a batch together. The inner handler still receives single messages.
     Without `in_batches`, consumers that share the inbox may run into deadlocks, which cost time.
 
     `key(message)` returns the key of a message, and `version(message)` returns the message's version of this key.
-    Alternatively, `versions(message)` returns the versions of several keys at once (`{"X": 4, "Y": 7}`: a transfer
-    between two accounts). `order` is
+    Alternatively, `versions(message)` returns the versions of several keys together (`{"X": 4, "Y": 7}`: a transfer
+    between two accounts). `order` has one of these values:
 
     * "contiguous": a message is handled after the preceding version of each of its keys. A message that arrives too
-      early is parked, in the consumer's transaction. It is handled in the same transaction as the message that it
-      waits for. The first version of every key is `first_version`.
+      early is parked, in the consumer's transaction. The parked message is handled in the same transaction as the
+      message for which it waits. The first version of every key is `first_version`.
     * "latest": a message is handled if its version is above the last version handled.
 
-    In both orders a message that is not above the last version is dropped and counted. So every version takes effect at
-    most once and in order, with any number of topics and consumers that share the inbox. Before the decision, the inbox
-    locks the rows of all keys of a message, in sorted order. `waiting` lists the messages that stay parked, with the
-    reason. Without an action by a person, they stay parked.
+    With either value, a message that is not above the last version is dropped and counted. So every version takes
+    effect at most once and in order, with any number of topics and consumers that share the inbox. Before the decision,
+    the inbox locks the rows of all keys of a message, in sorted order. `waiting` lists the messages that stay parked,
+    with the reason. Without an action by a person, they stay parked.
 
     If the handler refuses a parked message when its turn comes, the message stays parked with the error. The messages
     that wait for it stay parked too. `sweep` tries such messages again. Raises INVALID_OPTION, and INVALID_OUTPUT if
@@ -413,8 +413,8 @@ class Inbox:
         self, connection: Connection, message: Message, wanted: Mapping[str, int], applied: Mapping[str, int]
     ) -> dict[str, int]:
         """Return the versions of the keys that are new under their present name but had a row under their former name.
-        Such a key continues with the next version. Several keys may have shared that row, so with any other version the
-        key begins again."""
+        If the message has the next version after that row, the key continues with this version. Several keys may have
+        shared that row, so otherwise the key begins again."""
         found: dict[str, int] = {}
         for key in self._given(message) if self._order == "contiguous" else ():
             name, former = name_of(key), former_name_of(key)
@@ -546,4 +546,4 @@ def _now_ms() -> int:
 
 
 def _option(what: str) -> Exception:
-    return error("INVALID_OPTION", what, hint="docs/guides/inbox.md lists what an inbox takes.")
+    return error("INVALID_OPTION", what, hint="docs/guides/inbox.md lists the messages that an inbox accepts.")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from importlib.metadata import version
-from types import TracebackType
 from typing import Self
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -67,9 +66,7 @@ class ServiceMetrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _look(self, service: Service) -> None:
@@ -128,7 +125,7 @@ def of_services(activities: Sequence[Activity]) -> Iterator[Metric]:
         yield counter
     about = "Failures of the service for this reason, also of retries."
     failures = CounterMetricFamily("seqdedupe_service_failures", about, labels=(*_SERVICE, "reason"))
-    about = "1 for the current state, 0 for the others."
+    about = "1 for the current state, 0 for the other states."
     states = GaugeMetricFamily("seqdedupe_service_state", about, labels=(*_SERVICE, "state", "reason"))
     about = "When the service last processed a message, or 0."
     success = GaugeMetricFamily("seqdedupe_service_last_success_timestamp_seconds", about, labels=_SERVICE)

@@ -1,9 +1,10 @@
-"""One RocksDB directory per sidecar. Only this module writes it, makes it durable and, after a failure, opens it again.
+"""The RocksDB directory of a sidecar. Only this module writes RocksDB, makes writes durable, and opens RocksDB again
+after a failure.
 
-Writes are small and unsynced, on the event loop. `flush` syncs them in the store's only thread, without the GIL. After
-a failed write or sync RocksDB accepts no more writes, so the store closes RocksDB and opens it again. Data that was not
-durable by then may be lost, and later writes may depend on that data. So every write returns the number of the current
-opening, and `flush` succeeds only for writes of the opening that it has synced.
+Writes are small and unsynced, and run on the event loop. `flush` syncs earlier writes in the store's only thread,
+without the GIL. After a failed write or sync RocksDB accepts no more writes, so the store closes RocksDB and opens it
+again. Data that was not durable by then may be lost, and later writes may depend on that data. So every write returns
+the number of the current opening, and `flush` succeeds only for writes of the opening that it has synced.
 
 The functions that copy a store are at the end.
 """
@@ -73,8 +74,8 @@ class Store:
     """The store of one sidecar. Its coroutines and writes belong to one event loop. Any thread may read.
 
     While RocksDB is not open, every call raises STORE_UNAVAILABLE. Such a call also starts to open RocksDB again,
-    unless that is in progress, so a later call may succeed. Reading and opening raise STORE_DAMAGED, NEWER_FORMAT and
-    OLDER_FORMAT.
+    unless another call has started this. So a later call may succeed. Reading and opening raise STORE_DAMAGED,
+    NEWER_FORMAT and OLDER_FORMAT.
     """
 
     def __init__(self, folder: Path, mark: Mark, opening: _Opening) -> None:
@@ -188,7 +189,7 @@ class Store:
         await self.flush(self._without_snapshots([incarnation]))
 
     def remove_snapshots(self, incarnations: list[int]) -> None:
-        """Do the same as `remove_snapshot` for several topics. Blocks. Call it before the store is used."""
+        """Do the same as `remove_snapshot` for several topics. The call blocks. Call it before the store is used."""
         self._without_snapshots(incarnations)
         self._sync(self._current())
 
@@ -242,7 +243,7 @@ class Store:
             rows.status()
 
     def sealed(self, key: bytes) -> bytes:
-        """Return the unsealed data of this key; empty if there is no data. Blocks. Raises STORE_DAMAGED."""
+        """Return the unsealed data of this key; empty if there is no data. The call blocks. Raises STORE_DAMAGED."""
         return next((unseal(key, value) for _, value in self.scan(key, key + b"\0")), b"")
 
     def get(self, keys: list[bytes]) -> list[bytes | None]:
@@ -256,7 +257,7 @@ class Store:
         flush(number)` makes the batch durable.
 
         Batches become durable in the order in which they were written. A write holds the GIL, so keep batches small.
-        With `only_in`, raise STORE_UNAVAILABLE if that opening is no longer the current one: data on which the batch
+        With `only_in`, raise STORE_UNAVAILABLE if this opening is no longer current, because data on which the batch
         depends may be lost.
         """
         opening = self._current()
@@ -274,11 +275,10 @@ class Store:
         return self.write(batch)
 
     async def wait_until_idle(self, at_most_seconds: float | None = None) -> None:
-        """Wait until RocksDB has processed earlier writes. Data that need not be written at once should be written
-        then.
+        """Wait until RocksDB has processed earlier writes. Writes that can wait should be made after this call.
 
-        Raises STORE_UNAVAILABLE if that takes longer than `at_most_seconds`: a write might fail then, and cause RocksDB
-        to be opened again.
+        Raises STORE_UNAVAILABLE if this takes longer than `at_most_seconds`. After such a time, a write might fail, and
+        RocksDB would have to be opened again.
         """
         try:
             async with asyncio.timeout(at_most_seconds):
@@ -297,8 +297,8 @@ class Store:
         """Make all earlier writes in this opening of RocksDB durable.
 
         Callers share flushes: a caller that arrives while a flush runs waits for the next flush. Raises
-        STORE_UNAVAILABLE, also if RocksDB was opened again after the write: then the write may be lost and must be
-        repeated.
+        STORE_UNAVAILABLE, also if RocksDB was opened again after the write. In that case, the write may be lost and
+        must be repeated.
         """
         if self._next_flush is None:
             self._next_flush = asyncio.create_task(self._flush_after(self._this_flush))
@@ -397,7 +397,8 @@ def opened_copy(folder: Path) -> Iterator[Store]:
     """Open the store of this folder as the next start would find it, for one `with` block. The folder does not change.
 
     The copy contains links to the table files, which RocksDB never changes. All other files are copied to the system's
-    folder for temporary files. Blocks. Raises the errors of `Store.open`, STORE_MISSING if there is no store, OSError.
+    folder for temporary files. The call blocks. Raises the errors of `Store.open`, STORE_MISSING if there is no store,
+    OSError.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         raise error("STORE_MISSING", f"there is no store {folder}")

@@ -1,5 +1,5 @@
-"""The data directory's own files: SHARDS contains the shards of the directory, WORKERS the workers into which it is
-split.
+"""Two files of the data directory itself: SHARDS contains the directory's shards. WORKERS contains the number of
+workers among which the directory is split.
 
 A directory with neither file contains all topics, for one process. Both files are text. A file that is not completely
 valid is refused.
@@ -83,7 +83,7 @@ def read_claim(directory: Path) -> Claim | None:
 
 
 def read_split(directory: Path) -> Split | None:
-    """Return how the directory is split; None if it is not split.
+    """Return how the directory is split among workers; None if the directory is not split.
 
     Raises STORE_MISSING if the directory contains a worker's directory but does not state the number of workers;
     STORE_DAMAGED, NEWER_FORMAT, OSError.
@@ -139,7 +139,11 @@ def check_stays(directory: Path) -> Split | None:
     split = read_split(directory)
     if split is not None and split.to is not None:
         why = f"{directory} is on its way from {split.workers} workers to {split.to}"
-        raise error("INVALID_CONFIGURATION", why, hint="Start the sidecar on it, which goes on with that.")
+        raise error(
+            "INVALID_CONFIGURATION",
+            why,
+            hint="Start the sidecar with this directory. The sidecar continues the change.",
+        )
     return split
 
 
@@ -248,7 +252,8 @@ class StoreInstance:
         """Return a number for an opening, above `known` and above all earlier results. When this returns, the number is
         durable.
 
-        The number is approximately the number of seconds since 2020, so it rises even if the store was lost.
+        The number is approximately the number of seconds since 2020. So later numbers are higher even if the store was
+        lost.
         """
         clock = int(time.time()) - OPENINGS_BEGIN_SECONDS
         self._last_opening = opening = max(clock, known + 1, self._last_opening + 1)

@@ -1,7 +1,7 @@
 """The encoding of each record of the store: topics, and the parts of a snapshot, which are header, names, pages and
 deltas.
 
-All numbers are little-endian, except in keys (see the keys below). Decoders raise STORE_DAMAGED, NEWER_FORMAT and
+All numbers are little-endian, except in keys, which are defined below. Decoders raise STORE_DAMAGED, NEWER_FORMAT and
 OLDER_FORMAT.
 """
 
@@ -71,9 +71,10 @@ def namespace_key(namespace: str) -> bytes:
 
 
 def part_key(incarnation: int, part: bytes, number: int) -> bytes:
-    """Return the key of a part of a snapshot. The meaning of `number` depends on the part. Header and window: 0. Names
-    and pages: the producer number. Deltas: the delta's number. IDs: the index of the first ID. Runs, also imported
-    runs: the run's number and the part of the run."""
+    """Return the key of a part of a snapshot. The meaning of `number` depends on the part. For the header and the
+    window, `number` is 0. For names and pages, it is the number of the first producer. For deltas, it is the delta's
+    number. For IDs, it is the index of the first ID. For runs, including imported runs, it contains the run's number
+    and the part of the run."""
     return _PART.pack(b"S", incarnation, part, number)
 
 
@@ -83,7 +84,8 @@ def part_number(key: bytes) -> int:
 
 
 def snapshot_range(incarnation: int) -> tuple[bytes, bytes]:
-    """Return the range of the keys of a topic's whole snapshot: from the first to before the second."""
+    """Return the range of the keys of a topic's whole snapshot: the first key, and the key before which the range
+    ends."""
     return _TOPIC.pack(b"S", incarnation), _TOPIC.pack(b"S", incarnation + 1)
 
 
@@ -159,10 +161,10 @@ _COUNT = struct.Struct("<I")
 class StoredPosition:
     """The end of a snapshot: term, the log's next index, the number of producers, the last message, and the policy.
 
-    `ownership` belongs to the last message's record. It is 0 if there is no message yet. `policy` is the policy in
-    force at this point, in the encoding of its control record. It is empty if no policy was ever set. `opaque` (at most
-    65,535 bytes) is the position in a broker's own log, empty for other logs and if there is no entry. `has_forgotten`
-    states whether the topic has ever forgotten a producer name.
+    `ownership` belongs to the last message's record, and is 0 if the topic has no message yet. `policy` is the policy
+    in force at this point, in the encoding of a control record. `policy` is empty if no policy was ever set. `opaque`
+    (at most 65,535 bytes) is the position in a broker's own log, empty for other logs and if there is no entry.
+    `has_forgotten` states whether the topic has ever forgotten a producer name.
     """
 
     term: int
@@ -249,7 +251,8 @@ START = Header(0, 0, StoredPosition(0, 0, 0, None))
 
 @dataclass(frozen=True, slots=True)
 class StoredDelta:
-    """The changes from one snapshot to the next, without names. The producer numbers (`slots`) rise strictly."""
+    """The changes from one snapshot to the next, without names. The producer numbers (`slots`) are strictly
+    ascending."""
 
     position: StoredPosition
     slots: Slots
@@ -346,7 +349,7 @@ _BODY = struct.Struct("<QBBBI")
 
 
 class TopicState(Enum):
-    """The stage of a topic's life. After a crash, start-up finishes the interrupted CREATING or DELETING."""
+    """The stage of a topic's life. After a crash, the next start finishes an interrupted creation or deletion."""
 
     CREATING = 1
     """The record exists; the log may not exist yet."""
@@ -375,9 +378,9 @@ class TopicRecord:
     """A topic: full name, incarnation (creation time in µs, which identifies the topic everywhere), state, secret, kind
     of log, partitions.
 
-    `secret` has 16 bytes that identify the records of this incarnation's log, and must not be shown; it is empty if the
-    secret is not known here. If the topic is a partition, `partitions` is the number of partitions of its partitioned
-    topic; otherwise 0.
+    `secret` has 16 bytes that identify the records of this incarnation's log, and must not be shown; the field is empty
+    if this sidecar does not know the secret. If the topic is a partition, `partitions` is the number of partitions of
+    its partitioned topic; otherwise 0.
     """
 
     name: str

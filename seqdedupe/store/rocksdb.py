@@ -54,7 +54,7 @@ _SIZE_BYTES = _CHECKED.size + 4
 
 
 class Mark:
-    """The file, open and locked. `sequence` is RocksDB's sequence number of the last durable write."""
+    """The store's file DURABLE, open and locked. `sequence` is RocksDB's sequence number of the last durable write."""
 
     def __init__(self, descriptor: int, sequence: int, *, has_journal: bool) -> None:
         self._descriptor = descriptor
@@ -90,8 +90,8 @@ class Mark:
             raise
 
     def move(self, sequence: int) -> None:
-        """Record that everything up to this number is durable. When this returns, the record is durable. The record is
-        too small to be torn.
+        """Record that all writes up to this sequence number are durable. When this returns, the record is durable. The
+        record is too small to be torn.
 
         Raises `OSError`.
         """
@@ -137,10 +137,10 @@ def _decoded(data: bytes) -> tuple[int, bool]:
 # -- Torn ends of RocksDB's manifest and write-ahead logs, after a power cut, are removed before RocksDB reads them.
 #
 # After a power cut, any pages and sectors of unsynced data may be stored, with zeros or old bytes between them. RocksDB
-# treats some of these patterns as padding and continues after the hole, and it treats others as damage. On some
-# patterns it loops for ever (types of recycled files, as of RocksDB 9.8). So this store reads the files itself. It
-# accepts complete records, each following the previous record, up to the first record that does not. The durable
-# sequence number tells whether durable data followed.
+# treats some of these patterns as padding and continues after the hole, and it treats others as damage. With some
+# patterns, RocksDB loops forever (record types of recycled files, as of RocksDB 9.8). So this store reads the files
+# itself. It accepts complete records, each following the previous record, up to the first record that does not. The
+# durable sequence number tells whether durable data followed.
 
 logger = logging.getLogger("seqdedupe.store")
 
@@ -207,7 +207,8 @@ def whole_part(folder: Path) -> WholePart:
             elif tag == _LAST_SEQUENCE:
                 # The number covers the tables, but not the additional data in the logs.
                 sequence = value
-    # A hole in one log also breaks the next one: the sequence number of its first change does not follow.
+    # A hole in one log also makes the next log unusable, because the sequence number of the next log's first change
+    # does not follow.
     numbers = sorted(int(path.stem) for path in folder.glob("*.log") if path.stem.isdecimal())
     for log in (folder / f"{number:06}.log" for number in numbers if number >= oldest_log):
         ends[log] = 0
@@ -259,8 +260,8 @@ def _masked_crc(data: bytes) -> int:
 
 
 def _numbers(edit: bytes) -> Iterator[tuple[int, int]]:
-    """Yield the tags and values at the beginning of a record of the manifest. All numbers about the store as a whole
-    are there."""
+    """Yield the tags and values at the beginning of a record of the manifest. This beginning contains all numbers about
+    the store as a whole."""
     at = 0
     while at < len(edit):
         tag, at = _varint(edit, at)
@@ -364,7 +365,7 @@ def write(db: Rdict, batch: WriteBatch) -> None:
 
 
 def is_behind(db: Rdict) -> bool:
-    """Return whether RocksDB is behind, so that writes that need not happen at once should be delayed."""
+    """Return whether RocksDB is behind. While it is behind, writes that can wait should be delayed."""
     if (db.property_int_value("rocksdb.num-immutable-mem-table") or 0) >= BEHIND_MEMTABLES:
         return True
     return (db.property_int_value("rocksdb.num-files-at-level0") or 0) >= BEHIND_FILES

@@ -1,10 +1,10 @@
 """Snapshots of a topic: deltas that are written while the topic serves, and loaded after a restart.
 
-A delta contains the packed changes since the previous delta, and the position in the log up to which it includes
-changes, in one atomic write. From time to time, deltas are merged into pages (`compaction`). The values of a producer
-are those of the last delta that names the producer, or otherwise of its page. Values may fall, because of a reset. A
-page may be ahead of the header. Then all deltas merged into that page still exist, and the last of them has the same
-values.
+A delta contains the changes since the previous delta, packed, and the log position up to which these changes go. A
+delta is one atomic write. From time to time, deltas are merged into pages (`compaction`). The values of a producer are
+in the last delta that names the producer. If no delta names a producer, the producer's page contains the values. Values
+may decrease after a reset. After an interrupted compaction, a page may contain deltas that the header does not include
+yet. These deltas then still exist, and the last such delta has the same values as the page.
 """
 
 import asyncio
@@ -78,8 +78,8 @@ class Compacted:
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """The values of the last delta that names each producer, from the deltas after the header's, sorted by producer
-    number.
+    """For each changed producer, the values of the last delta that names the producer. Only deltas after the header's
+    delta count. Sorted by producer number.
 
     `pages` are the first producer numbers of the pages that these values change.
     """
@@ -99,8 +99,8 @@ class _Changes:
 
 
 async def compact(store: Store, incarnation: int, header: Header) -> Compacted:
-    """Merge the deltas after the header's into pages, pack names, and write the new header. When this returns, the
-    result is durable.
+    """Merge the deltas after the header's last delta into pages, pack names, and write the new header. When this
+    returns, the result is durable.
 
     At least one such delta must exist. Raises STORE_UNAVAILABLE, also if RocksDB was opened again meanwhile;
     STORE_DAMAGED.
@@ -267,7 +267,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A topic as in its newest snapshot: columns by producer number; position and policy as in `Delta`."""
+    """A topic in the state of its newest snapshot: columns by producer number; position and policy as in `Delta`."""
 
     term: int
     next_index: int
@@ -318,7 +318,8 @@ class Snapshots:
         self._compacting = False
 
     def load(self) -> Loaded | None:
-        """Return the topic as in its newest snapshot; None if there is none. Blocks; any thread may call it.
+        """Return the topic in the state of its newest snapshot; None if there is no snapshot. The call blocks, and any
+        thread may make it.
 
         No data of this topic may be written meanwhile. Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT,
         STORE_UNAVAILABLE.
@@ -442,7 +443,8 @@ class Snapshots:
         return opening
 
     def has_left_over(self, window: IdWindow) -> bool:
-        """Return whether the store contains runs that are not in the window. Blocks; any thread may call it."""
+        """Return whether the store contains runs that are not in the window. The call blocks, and any thread may make
+        it."""
         return windows.has_gaps(self._store, self._incarnation, window.older.numbers)
 
     def drop_left_over(self, window: IdWindow, *, end: int = windows.MAX_RUN) -> None:
@@ -465,7 +467,7 @@ class Snapshots:
 
     def _replacement(self, header: Header, names: list[bytes], stored: StoredDelta) -> WriteBatch:
         """Return a write of all names and pages, in the same form as after a compaction, so that no compaction is due.
-        This takes long; any thread may call it."""
+        The call takes long, and any thread may make it."""
         columns = [np.full(len(names), none, np.int64) for none in (NO_SEQUENCE_ID, NO_EPOCH, NOT_STATED)]
         for column, values in zip(columns, (stored.persisted, stored.epochs, stored.stated), strict=True):
             overwrite(column, stored.slots, values)
@@ -520,7 +522,7 @@ class Snapshots:
         self._position, self._delta_bytes, self._pieces = position, delta_bytes, pieces
 
     def _merge_pages(self, header: Header, columns: tuple[Numbers, ...]) -> None:
-        """Merge the pages. Pages beyond the header's producers come from a compaction that was interrupted."""
+        """Merge the pages. Pages of producers that the header does not count come from an interrupted compaction."""
         producers = header.position.producers
         covered = 0
         for key, value in self._parts(PAGE):
@@ -568,5 +570,5 @@ def _stored(delta: Delta) -> StoredDelta:
 
 
 def overwrite(numbers: Numbers, where: Slots | slice, others: Numbers) -> None:
-    """Replace the values at the places `where` by the others. `where` contains each place once."""
+    """Replace the values at the places `where` by other values. `where` contains each place once."""
     numbers[where] = others

@@ -1,6 +1,6 @@
 """The window of deduplication IDs in the store: runs, pieces, the window's record in a snapshot, and imports.
 
-docs/internals/formats-store.md draws all these records.
+docs/internals/formats-store.md describes the layout of these records.
 
 The record states the index up to which pieces are valid, and which runs are valid. The record is part of the atomic
 write of its snapshot. The same write removes pieces that are before the window or already in runs. New pieces of the
@@ -51,8 +51,8 @@ from seqdedupe.store.parts import (
 
 # -- Runs: written in the background, read page by page.
 #
-# A run is valid once a snapshot names it. Data of any other run is left over from an interrupted build, or from a run
-# that was dropped, and is removed.
+# A run is valid once a snapshot names the run. Data of any other run is left over from an interrupted build, or from a
+# run that was dropped, and is removed.
 
 MAX_RUN = 2**31 - 1
 """The highest number of a run that is not imported. Imported runs are in a separate part of the snapshot."""
@@ -78,7 +78,7 @@ def run_key(incarnation: int, run: int, of_run: int) -> bytes:
 
 
 def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int) -> None:
-    """Remove all runs below number `end` that are not in `named`, which must rise."""
+    """Remove all runs below number `end` that are not in `named`. `named` must be in ascending order."""
     first = 0
     for number in (*named, end):
         if number > first:
@@ -87,8 +87,8 @@ def put_gaps(batch: WriteBatch, incarnation: int, named: Iterable[int], end: int
 
 
 def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
-    """Return whether the store has data of a run that is not in `named`, which must rise. Blocks; any thread may call
-    it."""
+    """Return whether the store has data of a run that is not in `named`. `named` must be in ascending order. The call
+    blocks, and any thread may make it."""
     first = 0
     for number in (*named, MAX_RUN):
         for _ in store.scan(run_key(incarnation, first, 0), run_key(incarnation, number, 0)):
@@ -98,7 +98,7 @@ def has_gaps(store: Store, incarnation: int, named: list[int]) -> bool:
 
 
 class RunWriter:
-    """Writes a run: its IDs sorted by hash, part after part. It belongs to the store's event loop.
+    """Writes a run part by part, with the IDs sorted by hash. Use this object on the store's event loop.
 
     Raises STORE_UNAVAILABLE and, before each write, the errors of `check`. After an error the run is not completed.
     """
@@ -173,8 +173,7 @@ class RunWriter:
         return at, batches
 
     def _described(self, run: IdRun) -> Iterator[WriteBatch]:
-        """Yield the writes for the part of the run that is loaded into memory, and last the write of the run's
-        sizes."""
+        """Yield the writes of the part of the run that memory keeps later. The last write contains the run's sizes."""
         raw = run.first_hashes.astype("<i8").tobytes() + run.filter.astype("<i8").tobytes()
         head = _RUN.pack(run.first_index, run.end_index, len(run.first_hashes), len(run.filter), len(run.chunks))
         bodies = [(k, raw[at : at + PIECE_BYTES]) for k, at in enumerate(range(0, len(raw), PIECE_BYTES), _PIECES)]
@@ -186,7 +185,7 @@ class RunWriter:
 
 
 def load_run(store: Store, incarnation: int, number: int) -> IdRun:
-    """Load the part of a run that is kept in memory. Blocks; any thread may call it. Raises STORE_DAMAGED,
+    """Load the part of a run that is kept in memory. The call blocks, and any thread may make it. Raises STORE_DAMAGED,
     STORE_UNAVAILABLE."""
     head_key = run_key(incarnation, number, _HEAD)
     parts = store.scan(head_key, run_key(incarnation, number, _PAGES))
@@ -220,7 +219,8 @@ def _fits(run: IdRun) -> bool:
 
 
 def read_pages(store: Store, incarnation: int, wanted: list[tuple[int, int]]) -> list[bytes]:
-    """Return pages, each given by the number of its run and its own number. Blocks; any thread may call it.
+    """Return pages. Each requested page is given by the run's number and the page's number. The call blocks, and any
+    thread may make it.
 
     Raises STORE_DAMAGED, STORE_UNAVAILABLE.
     """
@@ -250,7 +250,7 @@ _PIECE = struct.Struct("<BQqqI")
 
 @dataclass(slots=True)
 class StoredIds:
-    """A window as in a snapshot: the IDs from `first_index` to before `next_index`.
+    """A window in the layout of a snapshot: the IDs from `first_index` to before `next_index`.
 
     `runs` contain the oldest IDs; pieces contain the IDs that follow. `last` is the last piece, if it is not written
     yet. `moved_from` is the index where the pieces of the last durable snapshot began; None if the pieces of this
@@ -282,13 +282,13 @@ class WrittenPieces:
         """Whether the store may contain more pieces of an earlier attempt, which was divided differently."""
 
     def check_follows(self, ids: StoredIds) -> None:
-        """Raise STORE_UNAVAILABLE if pieces before the last one of a window must be written again."""
+        """Raise STORE_UNAVAILABLE if pieces before the last piece of a window must be written again."""
         index = max(self.end_index, ids.pieces_index)
         if index != (ids.next_index if ids.last is None else ids.last.first_index):
             raise error("STORE_UNAVAILABLE", f"the IDs from index {index} on were not written, or may be lost")
 
     def put(self, batch: WriteBatch, piece: Piece) -> None:
-        """Add the next piece to a write, or the first one after the stored pieces."""
+        """Add the next piece to a write. The first piece follows the stored pieces."""
         if self._has_left_over:
             key = part_key(self._incarnation, IDS, self.end_index)
             batch.delete_range(key, part_key(self._incarnation, IDS, MAX_NUMBER))
@@ -299,7 +299,7 @@ class WrittenPieces:
         batch.put(key, seal(key, fixed + piece.sizes.tobytes() + piece.ids.tobytes()))
 
     def written(self, piece: Piece) -> None:
-        """Note that this piece is written."""
+        """Record that this piece is written."""
         self.end_index = piece.end_index
         self._has_left_over = False
 
@@ -316,8 +316,8 @@ def put(batch: WriteBatch, incarnation: int, ids: StoredIds, pieces: WrittenPiec
 
 
 def end_index(store: Store, incarnation: int) -> int:
-    """Return the index up to which the stored snapshot of a topic names IDs; 0 without a window. Blocks. Raises the
-    errors of `load`."""
+    """Return the index up to which the stored snapshot of a topic names IDs; 0 without a window. The call blocks.
+    Raises the errors of `load`."""
     at = part_key(incarnation, WINDOW, 0)
     for key, value in store.scan(at, at + b"\0"):
         _, _, _, index, _ = _WINDOW.unpack_from(_checked(key, value, _WINDOW))
@@ -326,8 +326,8 @@ def end_index(store: Store, incarnation: int) -> int:
 
 
 def load(store: Store, incarnation: int, next_index: int) -> IdWindow | None:
-    """Return the window in the snapshot that ends at this index; None if the topic has none. This takes long; any
-    thread may call it.
+    """Return the window in the snapshot that ends at this index; None if the topic has none. The call takes long, and
+    any thread may make it.
 
     Raises STORE_DAMAGED, NEWER_FORMAT, OLDER_FORMAT, STORE_UNAVAILABLE.
     """
@@ -463,8 +463,8 @@ def _around(incarnation: int, imported: ImportedIds | None) -> list[tuple[bytes,
 
 
 def load_import(store: Store, incarnation: int) -> ImportedIds | None:
-    """Return the import, even if the log does not state that it is valid. Blocks; any thread may call it. Raises
-    STORE_DAMAGED, NEWER_FORMAT, STORE_UNAVAILABLE."""
+    """Return the import, even if the log does not state that it is valid. The call blocks, and any thread may make it.
+    Raises STORE_DAMAGED, NEWER_FORMAT, STORE_UNAVAILABLE."""
     key = _key(incarnation)
     [value] = store.get([key])
     if value is None:

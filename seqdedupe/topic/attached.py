@@ -1,6 +1,6 @@
-"""A topic whose log belongs to a broker: its numbers and their snapshots, while a broker is attached.
+"""A topic whose log belongs to a broker: the producers' numbers, and the snapshots of these numbers.
 
-Begin with `AttachedTopic`. A `BrokerAttachment` is the hold of one broker on the topic, for one stream.
+Begin with `AttachedTopic`. A `BrokerAttachment` represents one broker that is attached to the topic over one stream.
 """
 
 import asyncio
@@ -84,7 +84,8 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """The verdicts of a check, the number of its admissions, and the number of the first one (NO_ADMISSION if none)."""
+    """The verdicts of a check, the count of its admissions, and the number of the first admission (NO_ADMISSION if
+    there is none)."""
 
     verdicts: Uint8s
     admissions: int
@@ -169,7 +170,7 @@ class BrokerAttachment:
         """Release these handles. Raises INVALID_REQUEST."""
         is_live = self._is_live
         if len(handles) and (handles.min() < 0 or handles.max() >= len(is_live) or not is_live[handles].all()):
-            raise error("INVALID_REQUEST", "handles are released that are not registered")
+            raise error("INVALID_REQUEST", "the request releases handles that are not registered")
         is_live[handles] = 0
 
     def in_use(self) -> list[Int64s]:
@@ -292,7 +293,7 @@ class BrokerAttachment:
             return error(
                 "INVALID_SEQUENCE_ID",
                 f"message {row} has the sequence IDs {lowest} to {highest}: they should be 0 or higher, and rise",
-                hint="Let each range begin at 0 or higher, and not end before it begins.",
+                hint="Begin each range at 0 or higher, and end the range at or above its begin.",
                 row=row,
             )
         numbers = self._producers.numbers[self._rows_of[handle]]
@@ -376,7 +377,7 @@ class BrokerAttachment:
 
 
 def _follow(last: bytes, positions: Binary, previous: Binary) -> bool:
-    """Whether each entry names the entry before it as its predecessor, and the first entry names `last`."""
+    """Return whether each entry names the previous entry as its predecessor, and the first entry names `last`."""
     before = np.concatenate((np.zeros(1, np.int32), positions.offsets[:-1] + np.int32(len(last))))
     if not np.array_equal(previous.offsets, before):
         return False
@@ -519,7 +520,7 @@ class AttachedTopic(TopicBase):
     # -- reports of the broker ---------------------------------------------------------------------------------
 
     def replayed(self, attachment: BrokerAttachment, entries: int) -> None:
-        """Note that `entries` entries were replayed, up to `attachment.position`."""
+        """Record that `entries` entries were replayed, up to `attachment.position`."""
         self.position = attachment.position
         self._stored(entries)
 
@@ -565,8 +566,8 @@ class AttachedTopic(TopicBase):
             self._counting = asyncio.get_running_loop().call_later(COUNT_SECONDS, self._count)
 
     def _watch(self, attachment: BrokerAttachment) -> None:
-        """Detach the broker if the oldest admission in flight has waited too long. Otherwise set a timer for the time
-        when it will have."""
+        """Detach the broker if the oldest admission in flight has waited too long. Otherwise set a timer that checks
+        this admission again."""
         self._timer = None
         since = attachment.waits_since
         if since is None:
@@ -599,8 +600,8 @@ class AttachedTopic(TopicBase):
         self.keeper.apply(self.applied)
 
     async def set_policy(self, policy: Policy) -> None:
-        """Replace the whole policy. It is in force at once. When this returns, it is durable. After STORE_UNAVAILABLE
-        the policy is in force, and the topic tries later to make it durable."""
+        """Replace the whole policy. The new policy is in force at once. When this returns, the new policy is durable.
+        After STORE_UNAVAILABLE the policy is in force, and the topic tries later to make it durable."""
         self.put_in_force(policy)
         try:
             await self.keeper.snapshot()
@@ -622,8 +623,8 @@ class AttachedTopic(TopicBase):
         return [] if self._attachment is None else self._attachment.in_use()
 
     async def purge(self, numbers: Int64s) -> int:
-        """Forget producers after a durable snapshot without them. A replay begins after this snapshot, so it does not
-        contain them."""
+        """Forget producers after a durable snapshot without them. A replay begins after this snapshot, so the replay
+        does not contain these producers."""
         producers, before = self.producers, self.counters.purged
 
         def due() -> Int64s:

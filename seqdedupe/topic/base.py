@@ -76,7 +76,8 @@ class TopicCounters:
 class TopicBase(ABC):
     """A topic of this process: its state and its known data. `on_state` is called at each change of the state.
 
-    `loaded` is its newest snapshot; without one it begins at `first_index`. `applied` is the policy that it inherits.
+    `loaded` is the topic's newest snapshot. If there is no snapshot, the topic begins at `first_index`. `applied` is
+    the policy that the topic inherits.
 
     ```
                  found owned by another        ┌─────────┐  free, or asked for
@@ -94,7 +95,7 @@ class TopicBase(ABC):
           │  │                              └───────────┘
           └──┤ cannot be read now; seems damaged: once more
              ├──▶ DAMAGED      for good: damaged at the second look
-             └──▶ TERMINATED   for good: the log takes nothing from anybody
+             └──▶ TERMINATED   for good: the log accepts nothing from anybody
      any ────────▶ DRAINING     for good: closed, deleted, or the sidecar shuts down
     ```
 
@@ -212,7 +213,7 @@ class TopicBase(ABC):
         """Return the error that another sidecar owns the topic, with the owner's address if it is known. `what` is
         added to the message."""
         if not self.owner_address:
-            return error("NOT_OWNER", f"somebody else owns topic {self.name}{what}")
+            return error("NOT_OWNER", f"another sidecar owns topic {self.name}{what}")
         message = f"the sidecar at {self.owner_address} owns topic {self.name}{what}"
         return error("NOT_OWNER", message, owner_address=self.owner_address)
 
@@ -249,8 +250,8 @@ class TopicBase(ABC):
 
     @property
     def certain_position(self) -> Position:
-        """The position of the last message that may be returned to readers. If that would need a read, the position of
-        an earlier message."""
+        """The position of the last message that may be returned to readers. If this position could only be found by a
+        read: the position of an earlier message."""
         return self.last_position
 
     @property
@@ -266,7 +267,7 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def position_before(self, index: int) -> Position:
-        """Return the position before the message with this index. This may need a read: raises the errors of
+        """Return the position before the message with this index. This may read the log, and raises the errors of
         `Log.locate`."""
 
     async def wait_for_message(self, index: int) -> None:
@@ -295,7 +296,7 @@ class TopicBase(ABC):
 
     @property
     def skipped(self) -> Skipped:
-        """The data that is stored in the log but is not a part of it."""
+        """The counts of entries that are stored in the log, but are not part of the topic."""
         return Skipped()
 
     @property
@@ -345,7 +346,8 @@ class TopicBase(ABC):
 
     @abstractmethod
     def renumber(self, new_numbers: Int64s) -> None:
-        """Give the producers new numbers, indexed by the old number. -1: the producer is removed."""
+        """Give the producers new numbers. `new_numbers` contains the new number at the index of the old number, and -1
+        if the producer is removed."""
 
     def resumed_after_purge(self, names: list[bytes]) -> None:
         """Count and log resumed sessions whose producers were forgotten."""
@@ -363,7 +365,7 @@ class TopicBase(ABC):
 
     @abstractmethod
     async def recover(self) -> None:
-        """Begin to serve, now or as soon as that is possible."""
+        """Start the recovery of the topic. The topic serves now, or as soon as possible."""
 
     @abstractmethod
     async def drain(self) -> None:

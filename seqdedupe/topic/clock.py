@@ -1,8 +1,7 @@
-"""The clock of the process, for everything that depends on time. All topics share it, and it is checked as long as the
-process runs.
+"""The clock of the process. All topics use this clock. The clock is checked as long as the process runs.
 
-Begin with `Clock`. `Steadied` computes the time as far as the system's clock can be trusted, although it may jump and
-come back.
+Begin with `Clock`. `Steadied` computes bounds of the time, because the system's clock may jump forward or back, and may
+later be corrected.
 
 A clock may be wrong for a while (because a time service sets it, or a machine is resumed). It then differs from the
 steady clock, which shows only how much time passes. So readings of both clocks are kept for a while. The largest and

@@ -13,8 +13,8 @@ from seqdedupe.core.name_table import Names
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, error
-from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, file_offset_of
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.topic import policy as policy_module
@@ -31,8 +31,8 @@ _ROOM_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProducerSessions:
-    """Sessions of producers, with their persisted IDs. Open started these sessions, or they are written again before
-    retention drops their records."""
+    """Sessions of producers, with the producers' persisted IDs. The record is written when Open starts sessions. The
+    record is also written before retention drops an earlier record of sessions."""
 
     names: list[bytes]
     epochs: Int64s
@@ -75,8 +75,8 @@ class Imported(NamedTuple):
     persisted: Int64s
 
     def apply(self, producers: Producers, index: int) -> None:
-        """Put the watermarks in force. In the log they are before the message with this index. The producers take over
-        the names."""
+        """Put the watermarks in force. In the log, the watermarks are before the message with this index. The object
+        `producers` takes ownership of the names."""
         numbers = producers.take_in(self.names)[self.numbers]
         producers.confirm_sessions(numbers, np.zeros(len(numbers), np.int64), self.persisted, index)
 
@@ -94,10 +94,10 @@ class ImportParts:
         self._columns: list[tuple[Int64s, Int64s]] = []
 
     def add(self, part: Import) -> Imported | None:
-        """Add the next part in the log. Return the import if it is complete now.
+        """Add the next part of an import, in the order of the log. If the import is now complete, return the import.
 
-        An import without its first part is in force already: retention has written its contents again before it dropped
-        that part.
+        If the first part of an import is missing, the import is in force already. In this case, retention has written
+        the contents of the import again before it dropped the first part.
         """
         if part.part == 0:
             self._names, self._columns = Names(), []
@@ -114,7 +114,7 @@ class ImportParts:
 
 @dataclass(frozen=True, slots=True)
 class CursorChange:
-    """A change of a named cursor to other data, or its removal (None). Other cursors do not change."""
+    """The new data of one named cursor, or None if the cursor is removed. Other cursors do not change."""
 
     name: str
     kept: policy_module.NamedCursor | None
@@ -142,8 +142,8 @@ def parts(sessions: ProducerSessions) -> Iterator[ProducerSessions]:
 
 
 def stated_again(producers: Producers, below_index: int) -> Iterator[ProducerSessions]:
-    """Yield the state in force of producers for which the log has this state only below `below_index`. The state is
-    read when each part is requested.
+    """Find the producers whose current state is in the log only below `below_index`. Yield the current state of these
+    producers in parts. The state is read when a part is requested.
 
     Each part results from checking STATED_A_RECORD producers, so a part may have no names.
     """
@@ -167,8 +167,8 @@ _FIELDS: dict[type[Change], str] = {ProducerSessions: "sessions", Reset: "reset"
 
 
 def encode(change: Change, *, term: int = 0, record_id: int = 0) -> bytes:
-    """Return the body of a control record of this term. `record_id` makes the record different from all others of the
-    topic."""
+    """Return the body of a control record of this term. `record_id` makes the record different from all other records
+    of the topic."""
     control = wire.Control(id=record_id, term=term)
     if isinstance(change, Policy):
         policy = control.policy_of_deduplication_ids if change.by_deduplication_id else control.policy
@@ -204,7 +204,7 @@ def _policy(stored: Any) -> Policy:
 
 
 def decode(body: bytes) -> tuple[Change, int]:
-    """Return the change in a control record, and the record's term. Raises NEWER_FORMAT for an unknown kind,
+    """Return the change in a control record, and the term of the record. Raises NEWER_FORMAT for an unknown kind,
     LOG_DAMAGED."""
     try:
         control = wire.Control.FromString(body)

@@ -1,17 +1,18 @@
 """All topics of the process. This module opens topics from the store and the logs, and closes and deletes them. It does
 not depend on the kind of log.
 
-Begin with `Topics`. `find` also asks the cluster; `create_partitioned` creates all partitions of a topic. A topic's
-record states the stage of the topic's life. The record is durable before the step that it states. Creation and deletion
-are separate tasks, which continue if the caller is cancelled.
+Begin with `Topics`. `OpeningQueue` contains the topics for which a start does not wait. `find` opens such a topic, and
+also asks the cluster; `create_partitioned` creates all partitions of a topic. A topic's record states the stage of the
+topic's life. The record is durable before the step that it states. Creation and deletion are separate tasks, which
+continue if the caller is cancelled.
 """
 
 import asyncio
 import logging
-import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack
 from functools import partial
+from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
@@ -21,11 +22,11 @@ from seqdedupe.log.contract import AS_USUAL, Layout
 from seqdedupe.names import namespace_of, partition_name, topic_name, whole_of
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import LogKind, TopicRecord
-from seqdedupe.tasks import again_until, retrieve
+from seqdedupe.tasks import again_until, retrieve, shielded
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import decode_policy, encode
-from seqdedupe.topic.listing import Looking, OpeningQueue
+from seqdedupe.topic.listing import Looking
 from seqdedupe.topic.lives import Lives, TopicKind, TopicRecords
 from seqdedupe.topic.policy import Applied, GapPolicy, Policy
 from seqdedupe.topic.registry import Closed, Ownership, Phase, Registry
@@ -74,7 +75,10 @@ class Namespaces:
         async with self._one_at_a_time:
             policy = change(self.policy(namespace))
             if namespace not in self._policies and len(self._policies) >= MAX_NAMESPACE_POLICIES:
-                raise error("INVALID_REQUEST", f"{MAX_NAMESPACE_POLICIES} namespaces have a policy: more may not")
+                raise error(
+                    "INVALID_REQUEST",
+                    f"{MAX_NAMESPACE_POLICIES} namespaces have a policy: no further namespace can have a policy",
+                )
             try:
                 await self._write(namespace, policy)
             except SeqdedupeError:
@@ -427,21 +431,121 @@ class Topics(Generic[T]):
         topic = self.get(full)
         if self.partitions_beside(full):
             whole = whole_of(full)
-            raise error("INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete {whole}, all of it.")
+            raise error(
+                "INVALID_REQUEST", f"{full} is a partition of {whole}", hint=f"Delete the partitioned topic {whole}."
+            )
         self.registry.entry(full).check_may(Phase.DELETING)
         topic.check_not_damaged()
         check(full)
         await self.registry.run(Phase.DELETING, full, partial(self.lives.remove, [full], full))
 
 
-# -- Names of more than one topic of this sidecar: partitioned topics, and topics that others make.
+# -- Topics that a start does not wait for. The first use opens one; the others are opened one after the other.
+#
+# Opening a topic and taking over its log needs some syncs of the disk, even if the log is empty. So a sidecar with very
+# many topics serves before all of them are open. Until a topic is open, the topic is RECOVERING, and it is unknown
+# whether the topic is damaged. Every topic is opened in the end, because its policy must be carried out even if no
+# client uses the topic.
+
+OPENED_AT_START = 256
+"""The number of topics that are opened before the sidecar serves."""
+
+APART_SECONDS = 0.05
+"""The pause before each unused topic is opened: disk and event loop are mainly for topics in use."""
+
+USE_SECONDS = 2.0
+"""The maximum time that a caller waits for a topic that is being opened. After this time the caller gets RECOVERING."""
+
+USED_AT_ONCE = 32
+
+WHY = "nobody has used it since the start: it is opened when somebody does, or in its turn"
+
+
+class OpeningQueue:
+    """The topics on a sidecar's embedded logs that are still to be opened after the first OPENED_AT_START."""
+
+    def __init__(self, topics: Topics[Any]) -> None:
+        self.unfinished: frozenset[int] = frozenset()
+        """The incarnations that must be opened at the start, because of the state of their logs."""
+        self.opening: dict[str, asyncio.Task[bool]] = {}
+        """The topics that waited and are being opened. Their recovery follows."""
+        self._topics = topics
+        self._tried = 0
+        self._waiting: dict[str, Closed] = {}
+        self._begun: dict[str, asyncio.Task[None]] = {}
+
+    def __len__(self) -> int:
+        """The number of waiting topics."""
+        return len(self._waiting)
+
+    def takes(self, record: TopicRecord) -> bool:
+        """Queue a topic if it need not be opened at the start. Return whether the topic waits."""
+        topics = self._topics
+        self._tried += 1
+        # While the store is rebuilt, it must soon have a record and a snapshot of every topic.
+        if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
+            return False
+        # A crash has left data of this log in the journal. The data must be moved to the log before other logs use the
+        # journal.
+        if record.incarnation in self.unfinished:
+            return False
+        self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
+        topics.registry.entry(record.name).found = closed
+        topics.on_state(record.name, State.RECOVERING)
+        return True
+
+    def begin(self, name: str) -> "asyncio.Task[None] | None":
+        """Begin to open the topic with this full name if it waits. Return the task, which ends after recovery, or
+        None."""
+        if closed := self._waiting.pop(name, None):
+            closed.why = error("RECOVERING", "it is being opened")
+            self._begun[name] = task = self._topics.in_background(self._open(closed.record))
+            task.add_done_callback(lambda _: self._begun.pop(name))
+        return self._begun.get(name)
+
+    async def use(self, *names: str) -> None:
+        """Wait until the topics with these full names are open and recovered, at most USE_SECONDS."""
+        if begun := {task for name in names if (task := self.begin(name))}:
+            # The tasks continue if this caller is cancelled.
+            await asyncio.wait(begun, timeout=USE_SECONDS)
+
+    async def _open(self, record: TopicRecord) -> None:
+        topics = self._topics
+        if topics.is_draining:
+            return
+        # A cancellation must not leave a reader of store and log behind.
+        if not await shielded(self.opening, record.name, topics.lives.opened(record)):
+            # In case of damage the topic is soon opened again. Callers wait only for the first attempt.
+            await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
+        elif topic := topics.registry.topic(record.name):
+            await topic.recover()
+
+    async def use_all(self) -> None:
+        """Do the same as `use` for all waiting topics, and for all topics that are being opened."""
+        while self._waiting:
+            await self.use(*islice(self._waiting, USED_AT_ONCE))
+        await self.use(*self._begun)
+
+    async def open_all(self) -> None:
+        """Open one topic after the other, until no topic waits."""
+        if self._waiting:
+            logger.info("%d topics are opened when somebody uses them, or one after the other", len(self._waiting))
+        while self._waiting:
+            await asyncio.sleep(APART_SECONDS)
+            await self.use(*islice(self._waiting, 1))
+
+    def close(self) -> None:
+        """Forget the waiting topics. The next start opens them."""
+        self._waiting.clear()
+
+
+# -- Names of more than one topic of this sidecar: partitioned topics.
 #
 # A partition is a separate topic (`name-partition-0` and so on) with its own log, snapshots and recovery. The number of
-# partitions is permanent, in the record of each and next to its log: it decides to which partition a message belongs.
-# The records of all partitions change their state in one write. So after a crash, a start finds all of them made, all
-# of them half made, or all of them being deleted, and finishes that for each one.
-#
-# In a cluster, other sidecars make and delete topics. So the cluster is asked before the answer is that there is none.
+# partitions is permanent, and is stored in each partition's record and next to each partition's log. The number
+# determines to which partition a message belongs. The records of all partitions change their state in one write. So
+# after a crash, a start finds all of them made, all of them half made, or all of them being deleted, and finishes that
+# for each one.
 
 
 def partitions_of(topics: Topics[T], whole: str) -> "list[T | Closed | None]":
@@ -464,7 +568,7 @@ async def create_partitioned(
     names = [partition_name(whole, k) for k in range(partitions)]
     for one in (whole, *names):
         topics.check_takes_changes(one)
-    _check_is_free(topics, whole)
+    topics.registry.check_is_free(whole)
     topics.check_room(partitions)
     topics.partitions.claim(whole, partitions)
     work = partial(_create, topics, whole, names, policy, layout)
@@ -475,8 +579,8 @@ def _check_can_be(topics: Topics[T], whole: str, partitions: int, policy: Policy
     if not 1 <= partitions <= MAX_PARTITIONS:
         raise error("INVALID_REQUEST", f"partitions is {partitions}: it should be 1 to {MAX_PARTITIONS}, or 0 for none")
     if topics.kind.log is LogKind.BROKER:
-        why = "the log is a broker's own, and so are its partitions: each is a topic for itself"
-        raise error("INVALID_REQUEST", why, hint="Leave partitions out.")
+        why = "the log is a broker's own, so the broker also has the partitions: each partition is a separate topic"
+        raise error("INVALID_REQUEST", why, hint="Omit the partitions.")
     if whole_of(whole) is not None:
         what = f"{whole} has the name of a partition, and cannot have partitions itself"
         raise error("INVALID_TOPIC_NAME", what, hint="Choose another name.")
@@ -495,16 +599,6 @@ def check_gap_policy(topic: str, gap: GapPolicy | None) -> None:
         )
 
 
-def _check_is_free(topics: Topics[T], whole: str) -> None:
-    topics.partitions.check_is_free(whole)
-    there = (name for name in topics.registry.names() if name == whole or whole_of(name) == whole)
-    if taken := min(there, default=None):
-        what = f"the topic {taken} is there already" + (
-            "" if taken == whole else f", with the name of a partition of {whole}"
-        )
-        raise error("TOPIC_EXISTS", what, topic=taken)
-
-
 async def _create(topics: Topics[T], whole: str, names: list[str], policy: Policy, layout: Layout) -> None:
     try:
         await topics.lives.make(names, policy, len(names), layout)
@@ -521,7 +615,7 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
     still exist. The deletion continues if the caller is cancelled.
     """
     await topics.waiting.use(*topics.partitions.names(whole))
-    lost = await without_log(topics, topics.partitions.names(whole))
+    lost = await listing.without_log(topics, topics.partitions.names(whole))
     while change := topics.registry.changes(whole):
         if not topics.registry.is_being_made(whole):
             await asyncio.shield(change)
@@ -536,46 +630,10 @@ async def delete_partitioned(topics: Topics[T], whole: str) -> None:
     await topics.registry.change_whole(Phase.DELETING, whole, partial(topics.remove_partitions, whole))
 
 
-# -- Topics of a cluster that others make and delete.
-
-
-async def take_over(
-    topics: Topics[T], name: str, layout: Layout = AS_USUAL, check: Callable[[int], None] = lambda count: None
-) -> None:
-    """Make a topic that the cluster has, and no sidecar made, a topic of the sidecars. When this returns, it is known
-    here, and serves unless something is in the way. `check` is called with the number of its partitions (1: none)
-    before anything is changed.
-
-    Once the cluster has it as a topic of the sidecars, it stays one, whatever happens here: it is found like a topic
-    that another sidecar has created. Raises the errors of `check` and of `Logs.take_over`, TOO_MANY_TOPICS, DRAINING.
-    """
-    full = topic_name(name)
-    while under_way := topics.under_way(full, Phase.CREATING) or topics.registry.changes(full):
-        await asyncio.wait({under_way})
-    topics.check_takes_changes(full)
-    _check_is_free(topics, full)
-
-    def incarnations(count: int) -> list[int]:
-        check(count)
-        topics.check_room(count)
-        now_us = time.time_ns() // 1000
-        return [topics.store.next_incarnation(now_us) for _ in range(count)]
-
-    async def work() -> None:
-        try:
-            await topics.kind.take_over(full, incarnations, layout)
-        finally:
-            topics.being_taken_over.discard(full)
-
-    topics.being_taken_over.add(full)
-    try:
-        await topics.registry.run(Phase.CREATING, full, work)
-    except InvalidRequestError as e:
-        if e.reason == "TOPIC_EXISTS" and topics.kind.log.is_shared:
-            await topics.looking.once()
-        raise
-    await topics.looking.once()
-    await topics.waiting.use(*(topics.partitions.names(full) if full in topics.partitions else [full]))
+# -- Finding a topic.
+#
+# In a cluster, other sidecars make and delete topics. So the cluster is asked before the answer is that the topic does
+# not exist.
 
 
 async def look_for(topics: Topics[T], name: str) -> str:
@@ -612,20 +670,9 @@ async def delete(topics: Topics[T], name: str, check: Callable[[str], None] = la
     """
     full = await look_for(topics, name)
     topic = topics.registry.found(full)
-    is_lost = bool(await without_log(topics, [full])) and not topics.partitions_beside(full)
+    is_lost = bool(await listing.without_log(topics, [full])) and not topics.partitions_beside(full)
     if not is_lost or topics.registry.found(full) is not topic or topics.registry.phase(full) is Phase.DELETING:
         await topics.delete(full, check)
         return
     topics.check_takes_changes(full)
     await topics.registry.run(Phase.DELETING, full, partial(topics.remove, [full], full))
-
-
-async def without_log(topics: Topics[T], names: Collection[str]) -> set[str]:
-    """Return the topics that are damaged because their log was deleted in the cluster."""
-    there = {name: topics.registry.found(name) for name in names}
-    damaged = [name for name, topic in there.items() if topic is not None and topic.state is State.DAMAGED]
-    if not damaged or not topics.kind.log.is_shared:
-        return set()
-    listed = {log.incarnation for log in await topics.kind.list()}
-    records = [record for name in damaged if (record := topics.registry.record(name)) is not None]
-    return {record.name for record in records if record.incarnation not in listed}

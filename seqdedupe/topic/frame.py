@@ -1,4 +1,4 @@
-"""A frame on its way through a topic: it is checked, cut to its new rows, in flight, and answered.
+"""The stages of a frame in a topic: the frame is checked, cut to its new rows, in flight, and finally answered.
 
 `check` makes a `Frame` from bytes; `cut` returns the new rows of a frame as a separate frame. `Flight` contains the
 frames and control records that the topic has passed to its log, until they settle. `FrameReceipt` and `Refusal` are the
@@ -19,7 +19,8 @@ from seqdedupe.core.producers import NO_STREAM, Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import layout
-from seqdedupe.format.columns import (
+from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import (
     BAD,
     COLUMNS_END,
     DEDUPLICATION_ID_OFFSETS,
@@ -39,9 +40,8 @@ from seqdedupe.format.columns import (
     SEQUENCE_IDS,
     size,
     start,
+    take,
 )
-from seqdedupe.format.jit import Bytes, Int64s, Int64s2, Uint8s
-from seqdedupe.format.layout import take
 from seqdedupe.limits import (
     MAX_BATCH_BYTES,
     MAX_BATCH_ROWS,
@@ -195,8 +195,8 @@ def _laid_out(encoded: bytes) -> tuple[bytes, Uint8s, Int64s]:
 
 
 def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
-    """Return the checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, also
-    if every row must have a key and a row has none."""
+    """Return the checked frame of an encoded batch for a topic of deduplication IDs. Raises `InvalidRequestError`, for
+    example if every row must have a key, and a row has no key."""
     encoded, view, places = _laid_out(encoded)
     at: list[int] = places.tolist()
     if at[PRODUCERS]:
@@ -287,7 +287,7 @@ def _column(view: Uint8s, places: Int64s, column: int) -> Uint8s:
 
 
 def _wrong_names(view: Uint8s, places: Int64s, producers: Producers) -> SeqdedupeError:
-    """Return the error for a list of producers that are not all known."""
+    """Return the error for a list that contains unknown producers."""
     if not _is_text(view, places, NAME_OFFSETS, NAMES):
         return error("INVALID_NAME", "the batch is not valid: its producer names are not all UTF-8")
     names = names_of(view.tobytes(), places)
@@ -351,7 +351,7 @@ class FrameReceipt:
     this index."""
 
     def stands_at(self, first_index: int) -> None:
-        """Set the index that the first new row has in the log, which may differ from the intended index."""
+        """Set the index that the first new row has in the log. This index may differ from the planned index."""
         if self.known_rows.size:
             moved = np.where(self.known_indexes >= self.first_index, first_index - self.first_index, 0)
             self.known_indexes = self.known_indexes + moved
@@ -434,7 +434,7 @@ class Changing:
     done: "asyncio.Future[None]"
 
     def settled(self, why: SeqdedupeError | None = None) -> None:
-        """Finish `done`: the record is stored, or it was not stored for the reason `why`."""
+        """Set the result of `done`: the record is stored, or was not stored for the reason `why`."""
         if self.done.cancelled():
             return
         if why is None:
@@ -569,7 +569,7 @@ class Flight:
             frame.producer_rows = new_numbers[frame.producer_rows]
 
     def written(self, count: int) -> list[Admitted | Changing]:
-        """Note that `count` more items are written, and return them, the oldest first."""
+        """Record that `count` more items are written. Return these items, the oldest item first."""
         some = list(islice(self._admitted, self._written, self._written + count))
         self._written += count
         return some

@@ -18,7 +18,9 @@ from seqdedupe.core.id_window import NONE_OLDER, IdWindow, Moment
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.figures import counted
-from seqdedupe.format.columns import (
+from seqdedupe.format.headers import SECRET_BYTES
+from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
+from seqdedupe.format.layout import (
     BASE_INDEX,
     EPOCHS,
     LINKS,
@@ -30,8 +32,6 @@ from seqdedupe.format.columns import (
     size,
     start,
 )
-from seqdedupe.format.headers import SECRET_BYTES
-from seqdedupe.format.jit import Int64s, Int64s2, Uint8s
 from seqdedupe.limits import NO_EPOCH, NO_LIMIT, NO_SEQUENCE_ID
 from seqdedupe.store.db import Store
 from seqdedupe.topic.clock import Clock
@@ -57,8 +57,8 @@ MAX_PRODUCERS_IN_REFUSAL = 16
 
 
 class Judge(Protocol):
-    """Decides about frames in the order of arrival. New rows count as in flight from then on. They are confirmed in the
-    same order, or fail together."""
+    """Decides about frames in the order of arrival. After the decision, new rows count as in flight. New rows are
+    confirmed in the same order, or fail together."""
 
     def decide(
         self,
@@ -72,12 +72,12 @@ class Judge(Protocol):
         check_log: Callable[[bytes], None],
         looked_up: Any,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """Return the batch to append (None: nothing to append), and the answer to send. With a batch, the answer is
-        sent once the batch is stored; without, at once.
+        """Return the batch to append (None: nothing to append), and the answer to send. If there is a batch, the answer
+        is sent once the batch is stored. Otherwise it is sent immediately.
 
-        New rows get indexes from `next_index`. `check_log` raises an error if the log cannot accept a batch. `lone`:
-        links may be omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame causes a refusal, not an
-        exception. Raises OutOfStepError.
+        New rows get indexes from `next_index`. `check_log` raises an error if the log cannot accept a batch. With
+        `lone`, links may be omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame causes a refusal,
+        not an exception. Raises OutOfStepError.
         """
 
     def confirm(self, frame: Frame) -> None:
@@ -88,7 +88,7 @@ class Judge(Protocol):
 
 
 class BySequenceId:
-    """The judge by the numbers of producers: links, epochs, and the rule."""
+    """The judge that uses the numbers of producers: links, epochs, and the rule."""
 
     def __init__(self, producers: Producers) -> None:
         self._producers = producers
@@ -202,7 +202,7 @@ def refused(
     elif in_force_again:
         e = error(
             "RECOVERING",
-            f"producer {one.name!r} is being opened by another session: whether it is will be known in a moment",
+            f"producer {one.name!r} is being opened by another session: the outcome will be known in a moment",
             **numbers,
         )
     elif why == rule.FENCED and not unknown:
@@ -226,7 +226,7 @@ def refused(
     elif why == rule.LINK_REQUIRED:
         e = error(
             "LINK_REQUIRED",
-            f"producer {one.name!r} omits its previous sequence ID: only a lone unary call may",
+            f"producer {one.name!r} omits its previous sequence ID: only a unary call without other frames may",
             **numbers,
         )
     elif why == rule.GAP:
@@ -241,7 +241,7 @@ def refused(
         e = error(
             "PREDECESSOR_MISSING",
             f"producer {one.name!r} sends {one.sequence_id} after {one.previous_sequence_id}, but only "
-            f"{one.pushed} has arrived: resend what is between",
+            f"{one.pushed} has arrived: resend the messages between them",
             **numbers,
         )
     return e, listed[:MAX_PRODUCERS_IN_REFUSAL]
@@ -260,7 +260,8 @@ def _of_producers(frame: Frame) -> tuple[list[int], list[int], list[int]]:
 
 
 def _may_be_in_force_again(producer: RefusedProducer, producers: Producers) -> bool:
-    """Return whether the producer's session may become the valid session if the record of the newer session fails.
+    """Return whether the producer's earlier session may become valid again because the record of the newer session may
+    fail.
 
     If there is then no durable session, the producer was forgotten, and an earlier session of the producer may be
     resumed.
@@ -283,11 +284,11 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class ByDeduplicationId:
-    """The `Judge` of a topic of deduplication IDs. It works once there is a `window`.
+    """The `Judge` of a topic of deduplication IDs. It can decide as soon as the topic has a `window`.
 
     `policy` returns the policy set for the topic. `imported` is the stored data of an import; `on_expired` is called
-    when all imported IDs have expired. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics; without
-    it the whole window stays in memory.
+    when all imported IDs have expired. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics. Without
+    `memory`, the whole window stays in memory.
     """
 
     def __init__(
@@ -320,7 +321,7 @@ class ByDeduplicationId:
         """Return the window of the topic, which is a topic of deduplication IDs. If there is no window, begin a window
         at this index.
 
-        Retention may have dropped the record that first stated the mode; then the first batch shows the mode.
+        Retention may have dropped the record that first stated the mode. In this case the first batch shows the mode.
         """
         if self.window is None:
             self.window = IdWindow(self._random_bytes(SECRET_BYTES), index)
@@ -359,7 +360,7 @@ class ByDeduplicationId:
         looked_up: LookedUp | None,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
         """See `Judge.decide`. DUP always has the index of the original message, except for an imported original. The
-        original may be a new row of the same frame; then the receipt is sent when that row is stored."""
+        original may be a new row of the same frame. In this case the receipt is sent when the new row is stored."""
         window, now = self.begin(next_index), self.now()
         try:
             frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
@@ -398,8 +399,8 @@ class ByDeduplicationId:
             self.window.fail()
 
     def replay(self, chunk: bytes, batches: Int64s2, applied: Applied) -> None:
-        """Put the IDs in these records in force, with their place in the log. That place may differ from the planned
-        place of messages in flight."""
+        """Put the IDs in these records in force, with their indexes in the log. Messages in flight may have been
+        planned for other indexes."""
         view = np.frombuffer(chunk, np.uint8)
         for places in batches[(batches[:, ROWS] > 0) & (batches[:, PRODUCERS] == 0)]:
             index = int(places[BASE_INDEX])

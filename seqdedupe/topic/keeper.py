@@ -1,10 +1,10 @@
-"""The data of a topic that is kept for the next start, and the removal of this data. Begin with `Keeper`.
+"""Stores the data of a topic that the next start needs, and removes the data of unused producers. Begin with `Keeper`.
 
 `Snapshotter` decides when a topic's numbers are written to the store. `Inactivity` makes a topic forget unused
-producers. It examines a topic three times within the timeout of its policy, as Pulsar does, and each examination counts
-as a third of the timeout. So the timeout includes only the time in which this process runs and the topic accepts
-messages, even if the clock jumps. After a restart, and after a change of the policy, every name has a full timeout.
-`RestoredState` is the state found at start.
+producers. `Inactivity` examines a topic three times within the timeout of the topic's policy, as Pulsar does. Each
+examination counts as a third of the timeout. So the timeout includes only the time in which this process runs and the
+topic accepts messages, even if the clock jumps. After a restart, and after a change of the policy, every name has a
+full timeout. `RestoredState` is the state found at start.
 """
 
 import asyncio
@@ -149,14 +149,14 @@ class Snapshotter:
 
     @asynccontextmanager
     async def stands_still(self) -> AsyncIterator[None]:
-        """Within the block, no snapshot is written, because numbers may change."""
+        """Within the block, no snapshot is written, because the producers' numbers may change."""
         async with self._running:
             if self._compaction is not None:
                 await asyncio.wait({self._compaction})
             yield
 
     def renumbered(self) -> None:
-        """Note that the producers have new numbers. The next snapshot replaces all stored data."""
+        """Record that the producers have new numbers. The next snapshot replaces all stored data."""
         self._is_renumbered = True
         self._names_stored = 0
 
@@ -301,8 +301,8 @@ class Snapshotter:
 
 @dataclass(frozen=True, slots=True)
 class RestoredState:
-    """The state of one topic. Only that topic uses and changes it. No data of the topic may have been written since the
-    state was read."""
+    """The state of one topic, as read from the store at start. Only that topic may use and change this object. No data
+    of the topic may have been written since the state was read."""
 
     snapshots: Snapshots
     loaded: Loaded | None
@@ -313,7 +313,7 @@ class RestoredState:
 
     @staticmethod
     def load(snapshots: Snapshots) -> "RestoredState":
-        """Read the state. This takes long; any thread may call it. Raises the errors of `Snapshots.load`."""
+        """Read the state. The call takes long, and any thread may make it. Raises the errors of `Snapshots.load`."""
         loaded = snapshots.load()
         return RestoredState(snapshots, loaded, producers_of(loaded))
 
@@ -460,9 +460,9 @@ class Keeper:
 class Inactivity:
     """The regular search for producers of a topic that are due: once per period, as long as the policy has a timeout.
 
-    `is_counting`: whether the topic accepts messages. `in_use` returns, in parts, the producers held now by anything
-    other than a stream (see `Activity`). `purge` forgets producers durably and returns their number; `let_go` frees the
-    names and rows of producers without data. Work that takes time is a task of the topic (`spawn`).
+    `is_counting` returns whether the topic accepts messages. `in_use` returns, in parts, the producers held now by
+    anything other than a stream (see `Activity`). `purge` forgets producers durably and returns their number; `let_go`
+    frees the names and rows of producers without data. Work that takes time is a task of the topic (`spawn`).
     """
 
     def __init__(
@@ -526,8 +526,8 @@ class Inactivity:
             )
 
     async def look(self) -> None:
-        """Count a period that has passed, and forget the producers that are due. Raises the reason if that fails; the
-        next period repeats it."""
+        """Count a period that has passed, and forget the producers that are due. Raises the reason of a failure. The
+        next period tries again."""
         if not self._is_counting():
             return
         producers = self._producers

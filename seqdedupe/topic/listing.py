@@ -1,24 +1,25 @@
-"""Determines which topics exist, and when each is opened: at the start, at its first use, after a change by another
-sidecar, and again from another state.
+"""Determines which topics exist, and when a topic is opened: at the start, after a change by another sidecar, or again
+from another state.
 
-Begin with `open_all` and `look_again`. `OpeningQueue` contains the topics for which a start does not wait. `Looking`
-limits the number of requests to a cluster. `renew` opens one topic again.
+Begin with `open_all` and `look_again`. `Looking` limits the number of requests to a cluster. `take_over` adds one of
+the cluster's topics. `renew` opens one topic again.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+import time
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.contract import LogName
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
+from seqdedupe.log.contract import AS_USUAL, Layout, LogName
 from seqdedupe.names import topic_name, whole_of
 from seqdedupe.store.parts import LogKind, TopicRecord, TopicState
 from seqdedupe.store.snapshots import Loaded, Snapshots
-from seqdedupe.tasks import again_until, retrieve, shielded
+from seqdedupe.tasks import again_until, retrieve
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.registry import Closed, Phase
 
@@ -26,105 +27,6 @@ if TYPE_CHECKING:
     from seqdedupe.topic.directory import Topics
 
 T = TypeVar("T", bound=TopicBase)
-
-# -- Topics that a start does not wait for. The first use opens one; the others are opened one after the other.
-#
-# Opening a topic and taking over its log needs some syncs of the disk, even if the log is empty. So a sidecar with very
-# many topics serves before all of them are open. Until a topic is open, the topic is RECOVERING, and it is unknown
-# whether the topic is damaged. Every topic is opened in the end, because its policy must be carried out even if no
-# client uses the topic.
-
-OPENED_AT_START = 256
-"""The number of topics that are opened before the sidecar serves."""
-
-APART_SECONDS = 0.05
-"""The pause before each unused topic is opened: disk and event loop are mainly for topics in use."""
-
-USE_SECONDS = 2.0
-"""The maximum time that a caller waits for a topic that is being opened. After this time the caller gets RECOVERING."""
-
-USED_AT_ONCE = 32
-
-WHY = "nobody has used it since the start: it is opened when somebody does, or in its turn"
-
-
-class OpeningQueue:
-    """The topics on a sidecar's embedded logs that are still to be opened after the first OPENED_AT_START."""
-
-    def __init__(self, topics: "Topics[Any]") -> None:
-        self.unfinished: frozenset[int] = frozenset()
-        """The incarnations that must be opened at the start, because of the state of their logs."""
-        self.opening: dict[str, asyncio.Task[bool]] = {}
-        """The topics that waited and are being opened. Their recovery follows."""
-        self._topics = topics
-        self._tried = 0
-        self._waiting: dict[str, Closed] = {}
-        self._begun: dict[str, asyncio.Task[None]] = {}
-
-    def __len__(self) -> int:
-        """The number of waiting topics."""
-        return len(self._waiting)
-
-    def takes(self, record: TopicRecord) -> bool:
-        """Queue a topic if it need not be opened at the start. Return whether the topic waits."""
-        topics = self._topics
-        self._tried += 1
-        # While the store is rebuilt, it must soon have a record and a snapshot of every topic.
-        if topics.kind.log is not LogKind.EMBEDDED or topics.rebuild_store or self._tried <= OPENED_AT_START:
-            return False
-        # A crash has left data of this log in the journal. The data must be moved to the log before other logs use the
-        # journal.
-        if record.incarnation in self.unfinished:
-            return False
-        self._waiting[record.name] = closed = Closed(record, error("RECOVERING", WHY))
-        topics.registry.entry(record.name).found = closed
-        topics.on_state(record.name, State.RECOVERING)
-        return True
-
-    def begin(self, name: str) -> "asyncio.Task[None] | None":
-        """Begin to open the topic with this full name if it waits. Return the task, which ends after recovery, or
-        None."""
-        if closed := self._waiting.pop(name, None):
-            closed.why = error("RECOVERING", "it is being opened")
-            self._begun[name] = task = self._topics.in_background(self._open(closed.record))
-            task.add_done_callback(lambda _: self._begun.pop(name))
-        return self._begun.get(name)
-
-    async def use(self, *names: str) -> None:
-        """Wait until the topics with these full names are open and recovered, at most USE_SECONDS."""
-        if begun := {task for name in names if (task := self.begin(name))}:
-            # The tasks continue if this caller is cancelled.
-            await asyncio.wait(begun, timeout=USE_SECONDS)
-
-    async def _open(self, record: TopicRecord) -> None:
-        topics = self._topics
-        if topics.is_draining:
-            return
-        # A cancellation must not leave a reader of store and log behind.
-        if not await shielded(self.opening, record.name, topics.lives.opened(record)):
-            # In case of damage the topic is soon opened again. Callers wait only for the first attempt.
-            await asyncio.wait({topics.in_background(topics.lives.go_on_opening(record))}, timeout=USE_SECONDS)
-        elif topic := topics.registry.topic(record.name):
-            await topic.recover()
-
-    async def use_all(self) -> None:
-        """Do the same as `use` for all waiting topics, and for all topics that are being opened."""
-        while self._waiting:
-            await self.use(*islice(self._waiting, USED_AT_ONCE))
-        await self.use(*self._begun)
-
-    async def open_all(self) -> None:
-        """Open one topic after the other, until no topic waits."""
-        if self._waiting:
-            logger.info("%d topics are opened when somebody uses them, or one after the other", len(self._waiting))
-        while self._waiting:
-            await asyncio.sleep(APART_SECONDS)
-            await self.use(*islice(self._waiting, 1))
-
-    def close(self) -> None:
-        """Forget the waiting topics. The next start opens them."""
-        self._waiting.clear()
-
 
 # -- Look-ups in a cluster for topics of other sidecars: one for all callers, with pauses.
 
@@ -199,7 +101,7 @@ async def have_opened(topics: "Topics[Any]") -> bool:
 
 
 def cannot_list(topics: "Topics[Any]", records: Iterable[TopicRecord], why: SeqdedupeError) -> None:
-    """Note that the list of topics is unknown. Topics with records cannot be used, and return this reason."""
+    """Record that the list of topics is unknown. Topics with records cannot be used, and return this reason."""
     unlisted = error("RECOVERING", f"which topics there are is not known yet: {why}", hint=why.hint)
     if topics.unlisted is not None and str(unlisted) != str(topics.unlisted):
         logger.warning("%s", unlisted)
@@ -280,7 +182,7 @@ def _unused(logs: Iterable[LogName]) -> dict[str, int]:
 
 
 def _together(records: Iterable[TopicRecord]) -> list[list[TopicRecord]]:
-    """Group the records: the partitions of a topic in one list, each other topic in a separate list."""
+    """Group the records into lists. The partitions of one topic form one list. Every other topic forms a list alone."""
     return [list(some) for _, some in groupby(records, lambda one: _asked(one.name, one.partitions))]
 
 
@@ -350,6 +252,60 @@ def _is_in_use(topics: "Topics[Any]", record: TopicRecord) -> bool:
     )
 
 
+# -- Topics of a cluster that no sidecar made, or whose logs others have deleted.
+
+
+async def take_over(
+    topics: "Topics[Any]", name: str, layout: Layout = AS_USUAL, check: Callable[[int], None] = lambda count: None
+) -> None:
+    """Turn a topic of the cluster that no sidecar created into a topic of the sidecars. When this returns, this sidecar
+    knows the topic, and serves the topic unless a problem prevents this. `check` is called with the number of
+    partitions (1: not partitioned) before anything is changed.
+
+    After the cluster lists the topic as a topic of the sidecars, a later failure does not undo this. Sidecars then find
+    the topic like a topic that another sidecar has created. Raises the errors of `check` and of `Logs.take_over`,
+    TOO_MANY_TOPICS, DRAINING.
+    """
+    full = topic_name(name)
+    while under_way := topics.under_way(full, Phase.CREATING) or topics.registry.changes(full):
+        await asyncio.wait({under_way})
+    topics.check_takes_changes(full)
+    topics.registry.check_is_free(full)
+
+    def incarnations(count: int) -> list[int]:
+        check(count)
+        topics.check_room(count)
+        now_us = time.time_ns() // 1000
+        return [topics.store.next_incarnation(now_us) for _ in range(count)]
+
+    async def work() -> None:
+        try:
+            await topics.kind.take_over(full, incarnations, layout)
+        finally:
+            topics.being_taken_over.discard(full)
+
+    topics.being_taken_over.add(full)
+    try:
+        await topics.registry.run(Phase.CREATING, full, work)
+    except InvalidRequestError as e:
+        if e.reason == "TOPIC_EXISTS" and topics.kind.log.is_shared:
+            await topics.looking.once()
+        raise
+    await topics.looking.once()
+    await topics.waiting.use(*(topics.partitions.names(full) if full in topics.partitions else [full]))
+
+
+async def without_log(topics: "Topics[Any]", names: Collection[str]) -> set[str]:
+    """Return the topics that are damaged because their log was deleted in the cluster."""
+    there = {name: topics.registry.found(name) for name in names}
+    damaged = [name for name, topic in there.items() if topic is not None and topic.state is State.DAMAGED]
+    if not damaged or not topics.kind.log.is_shared:
+        return set()
+    listed = {log.incarnation for log in await topics.kind.list()}
+    records = [record for name in damaged if (record := topics.registry.record(name)) is not None]
+    return {record.name for record in records if record.incarnation not in listed}
+
+
 # -- Opening a topic again: from a saved snapshot, which replaces the one in the store, or from its log alone.
 #
 # Begin with `renew`. Its work is a separate task that goes on if the caller is cancelled. `Fetching` does this
@@ -387,8 +343,8 @@ async def renew(topics: "Topics[T]", name: str, incarnation: int | None, loaded:
             "POSITION_OF_ANOTHER_INCARNATION",
             f"the snapshot is of the incarnation {incarnation}, and topic {full} is the incarnation "
             f"{record.incarnation}",
-            hint="Since the snapshot was taken, the topic was deleted and created again. Or the snapshot is of another "
-            "topic.",
+            hint="After the snapshot was taken, the topic was deleted and created again. Or the snapshot belongs to "
+            "another topic.",
         )
     return await _renewed(topics, full, partial(_renew, topics, record, loaded))
 
@@ -424,7 +380,7 @@ async def _make_anew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded) -
 
 
 async def _renew(topics: "Topics[T]", record: TopicRecord, loaded: Loaded | None) -> Begun:
-    """Do the work of `renew` until recovery begins. Recovery continues in the background."""
+    """Do the work of `renew` up to the beginning of recovery. Recovery then runs in the background."""
     name = record.name
     async with topics.registry.locked(name) as entry:
         topic = entry.topic

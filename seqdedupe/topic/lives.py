@@ -1,9 +1,9 @@
-"""Opening, creation and deletion of topics. Records, logs and topics are kept consistent; an operation on several
-topics affects all of them or none.
+"""Opens, creates and deletes topics. This module keeps records, logs and topics consistent. An operation on several
+topics affects all of these topics, or none.
 
-Begin with `Lives`, at the end. It works with one of two kinds of topics: `PublishedTopics` are opened from a log of
-this project and a snapshot; `BrokersTopics` have only the store's records and snapshots. `TopicRecords` writes the
-store's records of topics, and repairs failed writes.
+Begin with `Lives`, at the end. There are two kinds of topics. `PublishedTopics` are opened from a log of this project
+and a snapshot. `BrokersTopics` have only the store's records and snapshots. `TopicRecords` writes the store's records
+of topics, and repairs failed writes.
 """
 
 import asyncio
@@ -53,10 +53,10 @@ class TopicKind(Protocol[T_co]):
         """Return the logs that exist. See `Logs.list`."""
 
     async def make(self, record: TopicRecord, applied: Applied, layout: Layout = AS_USUAL) -> T_co:
-        """Create a topic on a new log and return it, ready for use. It inherits this policy. `layout`: see
+        """Create a topic on a new log. Return the topic, ready for use. The topic inherits this policy. `layout`: see
         `Logs.create`.
 
-        Raises the reason for a failure; then the caller must `delete` the log.
+        Raises the reason for a failure. After a failure the caller must `delete` the log.
         """
 
     async def load(self, record: TopicRecord) -> RestoredState:
@@ -71,8 +71,8 @@ class TopicKind(Protocol[T_co]):
         without_snapshot: bool = False,
         stored: RestoredState | None = None,
     ) -> T_co:
-        """Return a topic on an existing log. It inherits this policy. `without_snapshot`: the topic need not have a
-        snapshot. `stored` is the result of an earlier `load`, if there was one.
+        """Return a topic on an existing log. The topic inherits this policy. With `without_snapshot`, the topic need
+        not have a snapshot. `stored` is the result of an earlier `load`, if there was one.
 
         Raises errors of damage, or the reason why the topic cannot be opened now.
         """
@@ -93,7 +93,7 @@ class TopicKind(Protocol[T_co]):
         """Announce that all partitions of a new partitioned topic are ready. See `Logs.announce`."""
 
     async def delete(self, *incarnations: int) -> None:
-        """Remove these logs, as far as they exist. None of them may be open. See `Logs.delete`."""
+        """Remove these logs, if they exist. No log may be open. See `Logs.delete`."""
 
 
 # -- The kinds of topics. First, topics whose logs are a broker's own: nothing but the store's records and snapshots.
@@ -147,7 +147,9 @@ class BrokersTopics:
         if loaded is None:
             why = "the log is a broker's own: there is nothing here to make the records from"
             raise error(
-                "INVALID_REQUEST", why, hint="Import a snapshot; or delete the topic, and let the broker replay."
+                "INVALID_REQUEST",
+                why,
+                hint="Import a snapshot. Or delete the topic, and let the broker replay its log.",
             )
         if live is not None and loaded.next_index < live.keeper.snapshot_index:
             # The broker may have dropped the entries before that position, as it was allowed to do.
@@ -165,11 +167,11 @@ class BrokersTopics:
 
 
 class PublishedTopics:
-    """A `TopicKind` for logs of this project. `on_state` is called at each change of state. `rebuild_store`: snapshots
-    may be missing.
+    """A `TopicKind` for logs of this project. `on_state` is called at each change of state. With `rebuild_store`,
+    snapshots may be missing.
 
-    `stands_by` returns whether the process follows a topic that another sidecar owns, and takes it over automatically.
-    `clock` is for topics of deduplication IDs; without it these topics forget nothing by time.
+    `stands_by` returns whether the process follows topics of other sidecars, and takes such a topic over automatically.
+    `clock` is for topics of deduplication IDs. Without `clock`, these topics never forget IDs because of their age.
     """
 
     def __init__(
@@ -261,8 +263,8 @@ class PublishedTopics:
         return topic
 
     async def _imported(self, record: TopicRecord) -> ImportedIds | None:
-        """Return the imported window in the store. If it is damaged, it counts as missing, because the imported file
-        still contains it."""
+        """Return the imported window in the store. A damaged window counts as missing, because the imported file still
+        contains its IDs."""
         incarnation = record.incarnation
         try:
             imported = await asyncio.to_thread(windows.load_import, self._store, incarnation)
@@ -306,7 +308,7 @@ def _check_needs_none(record: TopicRecord, policy: Policy) -> None:
         raise error(
             "STORE_DAMAGED",
             f"the store has a snapshot of topic {record.name}, which is one of deduplication IDs, and not its window",
-            hint="Let `seqdedupe rebuild-topic` make the topic's records again from its log; or restore a backup.",
+            hint="Run `seqdedupe rebuild-topic`, which rebuilds the topic's records from its log. Or restore a backup.",
         )
 
 
@@ -397,10 +399,12 @@ class TopicRecords:
             raise error("INVALID_REQUEST", f"no topic can have been made at {incarnation}, the snapshot's incarnation")
         if other := next((r for r in chain(self._store.topics(), known) if r.incarnation == incarnation), None):
             what = f"the topic {other.name} has the incarnation {incarnation} of the snapshot"
-            raise error("TOPIC_EXISTS", what, hint=f"It is that history already: use {other.name}, or delete it first.")
+            raise error(
+                "TOPIC_EXISTS", what, hint=f"That topic already has this history. Use {other.name}, or delete it first."
+            )
         if incarnation in self._cleaning:
             # New data would be removed together with the old data.
-            raise error("STORE_UNAVAILABLE", f"what is left of the incarnation {incarnation} is still being removed")
+            raise error("STORE_UNAVAILABLE", f"the rest of the incarnation {incarnation} is still being removed")
 
     async def write(
         self, topics: Sequence[TopicBase], records: Sequence[TopicRecord], in_force: Sequence[TopicRecord]
@@ -437,7 +441,8 @@ class TopicRecords:
         return True
 
     async def undo(self, *records: TopicRecord) -> None:
-        """Remove everything that a failed creation has left. If that fails, try again, or finish at the next start.
+        """Remove everything that a failed creation has left. If the removal fails, try again, or finish at the next
+        start.
 
         The names stay reserved until the store has the change, because one name must never have two records.
         """
@@ -453,7 +458,7 @@ class TopicRecords:
 
     async def remove(self, record: TopicRecord) -> None:
         """Remove the remains of a topic that has no users and whose record is DELETING. Raises STORE_UNAVAILABLE,
-        LOG_REFUSED: then the remains still exist, or the next start finishes the removal."""
+        LOG_REFUSED. After LOG_REFUSED, the remains still exist, or the next start finishes the removal."""
         await self._store.put_topics(record)
         await self._delete_logs(record.incarnation)
         await self._store.remove_topic(record.incarnation)
@@ -488,9 +493,9 @@ MADE_AT_ONCE = 32
 
 
 class Lives(Generic[T]):
-    """The steps that open, create and remove topics. They put a topic, or the reason for its absence, into the
-    registry, and remove it. `inherited` returns the policy for a name; `topic_changed` is called with a topic that is
-    open."""
+    """The steps that open, create and remove topics. These steps put a topic, or the reason why the topic is not open,
+    into the registry, and remove the topic from the registry. `inherited` returns the policy for a name;
+    `topic_changed` is called with a topic that is open."""
 
     def __init__(
         self,
@@ -553,7 +558,7 @@ class Lives(Generic[T]):
             await topic.recover()
 
     def close(self, closed: Closed) -> None:
-        """Note that the topic of this record exists, but cannot be used."""
+        """Record that this record's topic exists, but cannot be used."""
         name = closed.record.name
         entry = self._registry.entry(name)
         before, entry.found = entry.closed, closed
@@ -567,8 +572,8 @@ class Lives(Generic[T]):
     # -- made and removed ------------------------------------------------------------------------------------------
 
     async def make(self, names: list[str], policy: Policy, partitions: int = 0, layout: Layout = AS_USUAL) -> list[T]:
-        """Create topics, all of them or none. No other caller is creating them. `partitions` has the same meaning as in
-        their records; `layout`: see `Logs.create`."""
+        """Create topics, all of them or none. The caller ensures that no other caller creates the same topics.
+        `partitions` has the same meaning as in their records; `layout`: see `Logs.create`."""
         now_us = time.time_ns() // 1000
         is_own = self._kind.log is LogKind.EMBEDDED
         secret_bytes = SECRET_BYTES if is_own else 0
@@ -605,8 +610,8 @@ class Lives(Generic[T]):
         self, record: TopicRecord, stored: RestoredState, put: Callable[[], Awaitable[None]], check: Callable[[T], None]
     ) -> T:
         """Create a topic from a snapshot that is already stored, and a log that `put` moves to its place. When this
-        returns, the topic serves; after an error, nothing of it exists. `check` is called with the topic before the
-        topic becomes valid. Raises the reason for a failure, and the errors of `put` and `check`."""
+        returns, the topic serves; after an error, no part of the topic exists. `check` is called with the topic before
+        the topic becomes valid. Raises the reason for a failure, and the errors of `put` and `check`."""
         topic: T | None = None
         try:
             await self._store.put_topics(record)
@@ -657,7 +662,7 @@ class Lives(Generic[T]):
                 raise end
 
     async def remove(self, names: list[str], asked: str) -> None:
-        """Delete topics, live or closed, all of them or none. `asked` is the name that the caller uses for them."""
+        """Delete topics, live or closed, all of them or none. `asked` is the name in the caller's request."""
         topics = [topic for name in names if (topic := self._registry.topic(name)) is not None]
         for topic in topics:
             topic.hold(error("DRAINING", f"topic {asked} is being deleted"))
@@ -682,8 +687,8 @@ class Lives(Generic[T]):
         """Remove topics, live or closed, from this process. Their logs have been deleted and their names belong to
         other topics. Delete nothing else.
 
-        Users of the topics try again, and find the topics that have the names now. Raises STORE_UNAVAILABLE: then call
-        this again.
+        Users of the topics try again, and find the topics that have the names now. Raises STORE_UNAVAILABLE. After this
+        error, call this method again.
         """
         topics = [topic for record in records if (topic := self._registry.topic(record.name)) is not None]
         for record in records:

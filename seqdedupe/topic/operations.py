@@ -42,15 +42,15 @@ MAX_LOOKED_UP = 64
 
 
 class CheckNames(Protocol):
-    """Checks whether the client may open these names. `writes`: whether opening needs a record in the log. It may
-    raise."""
+    """Checks whether the client may open these names. `writes` is true if opening needs a record in the log. The check
+    may raise an error."""
 
     def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """Some names of a call, whose sessions are in force but may not be durable yet."""
+    """Some of the names in a call. Their sessions are in force, but may not be durable yet."""
 
     opening: SessionStarts
     names: int
@@ -75,7 +75,7 @@ async def open_sessions(
     if topic.window is not None:
         raise error(
             "INVALID_REQUEST",
-            f"topic {topic.name} is one of deduplication IDs, and has no producers: nothing has to be opened",
+            f"topic {topic.name} is one of deduplication IDs, and has no producers: no producer needs to be opened",
             hint="Give each message a deduplication ID (`client.publisher(topic)`), or use a topic of sequence IDs.",
         )
     check_count(names)
@@ -101,15 +101,15 @@ async def open_sessions(
         answer.extend(_opened(topic, one))
     places = [place for place in range(len(names)) if place not in answer.refusals]
     for place in places[:MAX_LOOKED_UP]:
-        if answer.indexes[place] < 0:
+        if answer.indexes[place] < 0 <= answer.persisted[place]:
             number = topic.producers.add(names[place].encode())
             answer.indexes[place] = await index_in_log(topic.producers, number, topic.log)
     return answer
 
 
 async def check_names(names: list[str], known: Producers | None = None) -> None:
-    """Raise INVALID_NAME for names that Open cannot accept, like `check_count` and `encoded_names`, some names in each
-    step."""
+    """Raise INVALID_NAME for names that Open cannot accept. The checks are the same as in `check_count` and
+    `encoded_names`. Each step of the event loop checks only some names."""
     check_count(names)
     for first in range(0, len(names), NAMES_A_STEP):
         encoded_names(names[first : first + NAMES_A_STEP], known)
@@ -148,7 +148,7 @@ async def _begin(
 
 
 def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
-    """Return the answer for some names, after everything for which they wait has settled."""
+    """Return the answer for some names, after all messages and records for which these names wait have settled."""
     opening = begun.opening
     answer = topic.sessions.opened(opening, begun.names)
     if opening.is_resume and topic.producers.has_forgotten:
@@ -185,7 +185,8 @@ class MessageState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MessageStatus:
-    """The known data of one message: its state, its position if it is STORED, and the numbers of its producer."""
+    """The known data of one message: the state, the position if the state is STORED, and the numbers of the message's
+    producer."""
 
     state: MessageState
     pushed: int
@@ -218,7 +219,7 @@ async def message_state(topic: Topic, name: str, sequence_id: int, room: Room = 
     topic.check_knows_its_end()
     _check_has_producers(topic)
     if topic.state is State.RECOVERING:
-        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+        raise error("RECOVERING", f"the content of topic {topic.name} is being determined: {topic.why}")
     number = topic.producers.number(encoded)
     if number is None:
         return MessageStatus(MessageState.NOT_SEEN, NO_SEQUENCE_ID, NO_SEQUENCE_ID)
@@ -246,7 +247,7 @@ async def state_by_id(topic: Topic, deduplication_id: bytes, room: Room = any_ro
     """
     topic.check_knows_its_end()
     if topic.state is State.RECOVERING:
-        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+        raise error("RECOVERING", f"the content of topic {topic.name} is being determined: {topic.why}")
     if topic.window is None:
         raise error("INVALID_REQUEST", f"topic {topic.name} is one of sequence IDs: name producer and sequence ID")
     payload, one = Binary.of_all([b""]), Binary.of_all([deduplication_id])
@@ -276,12 +277,14 @@ def _check_has_producers(topic: Topic) -> None:
     """Raise INVALID_REQUEST in a topic that has no producers."""
     if topic.window is not None:
         why = f"topic {topic.name} is one of deduplication IDs, and knows neither producers nor sequence IDs"
-        raise error("INVALID_REQUEST", why, hint="`seqdedupe topics show` says of which messages it knows the IDs.")
+        raise error(
+            "INVALID_REQUEST", why, hint="`seqdedupe topics show` shows the messages whose IDs the topic knows."
+        )
 
 
 async def _position_of(topic: Topic, index: int) -> Position:
-    """Return the position of a message. It has no message ID if retention has dropped the message, or the message is
-    damaged."""
+    """Return the position of a message. The position has no message ID if retention has dropped the message, or the
+    message is damaged."""
     try:
         return await topic.position_before(index + 1)
     except (PositionError, DamagedError):
@@ -326,8 +329,8 @@ async def reset_producer(topic: Topic, name: str, persisted: int) -> int:
 
     The producer's messages in flight settle first. Raises INVALID_NAME, PRODUCER_NOT_FOUND; INVALID_REQUEST if the
     producer has not sent that ID, or in a topic of deduplication IDs. Raises the reason why the topic accepts nothing
-    now, or LOG_REFUSED: then nothing has changed, and no session is fenced. If the caller is cancelled, the outcome is
-    unknown.
+    now, or LOG_REFUSED. After an error, nothing has changed, and no session is fenced. If the caller is cancelled, the
+    outcome is unknown.
     """
     encoded = producer_name(name)
     topic.check_serving()
@@ -365,10 +368,11 @@ CursorContent = tuple[Position, str]
 
 
 def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
-    """Return the cursors in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while they are not certain."""
+    """Return the cursors in force, by name. Raises RECOVERING, LOG_DAMAGED, NOT_OWNER while the cursors are not
+    certain."""
     topic.check_knows_its_end()
     if topic.state is State.RECOVERING:
-        raise error("RECOVERING", f"what topic {topic.name} holds is being found out: {topic.why}")
+        raise error("RECOVERING", f"the content of topic {topic.name} is being determined: {topic.why}")
     return topic.policy.cursors
 
 
@@ -385,15 +389,15 @@ async def move_cursor(topic: Topic, name: str, expected: CursorContent | None, n
 
     Changes in progress count as done: if they fail, this change fails too. Raises CURSOR_MOVED, INVALID_NAME,
     INVALID_POSITION, INVALID_REQUEST, TOO_MANY_CURSORS. Raises the reason why the topic accepts nothing now, or
-    LOG_REFUSED: then the cursor is unchanged. If the caller is cancelled, the outcome is unknown.
+    LOG_REFUSED. After an error, the cursor is unchanged. If the caller is cancelled, the outcome is unknown.
     """
     check_cursor_name(name)
     position, note = new
     if not position.is_whole() or min(position.incarnation, position.index + 1) < 0:
-        raise error("INVALID_POSITION", f"{position} is no position: its parts do not fit together")
+        raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
     if (size := len(note.encode())) > MAX_NOTE_BYTES:
         what = f"the note has {size} bytes: at most {MAX_NOTE_BYTES} are taken"
-        raise error("INVALID_REQUEST", what, hint="Shorten the note, or keep what it says elsewhere.")
+        raise error("INVALID_REQUEST", what, hint="Shorten the note, or store its content elsewhere.")
     topic.check_serving()
     cursors = {one.name: one for one in topic.newest_policy.cursors}
     found = cursors.get(name)

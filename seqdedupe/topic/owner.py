@@ -20,8 +20,8 @@ import numpy.typing as npt
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.headers import TOKEN_BYTES, ownership_of
+from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries, Failure, Log, Outcome, Runs
@@ -80,7 +80,7 @@ class Replay:
         self.tokens: dict[bytes, int] = {}
 
     async def run(self) -> None:
-        """Read up to the current end. The next call reads what was added since."""
+        """Read up to the current end of the log. The next call reads the entries that were added later."""
         async for entries in self._log.replay(self.next_index):
             self._entries(entries)
 
@@ -111,9 +111,9 @@ class Replay:
 
 
 def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: int) -> Replay:
-    """Return a replay of the log from this index on, including the message before it, which must exist.
+    """Return a replay of the log that begins with the message before this index. This message must exist.
 
-    Raises LOG_DAMAGED if that message is gone.
+    Raises LOG_DAMAGED if the message before the index is missing.
     """
     if confirmed_index < log.first_index:
         raise damaged(log, f"it begins with index {log.first_index}, what is between is gone", confirmed_index)
@@ -125,7 +125,7 @@ def replay_from(log: Log, confirmed_index: int, merge: Merge, last_ownership: in
 
 
 class Owned(Protocol):
-    """The members of a topic that its owner uses; `topic.Topic` and `base.TopicBase` describe each of them."""
+    """The members of a topic that the topic's owner uses. `topic.Topic` and `base.TopicBase` describe each member."""
 
     name: str
     log: Log
@@ -191,7 +191,8 @@ class Owner:
        that is not possible now, it tries again (`_pause`).
     2. While this process owns the log, a failed append ends the ownership (`log_failed`). The process then takes over
        the log again, which shows the outcome of everything in flight.
-    3. The ownership *moves* to another sidecar, which has taken over the log, or which shall do so (`hand_over`).
+    3. The ownership *moves* to another sidecar. That sidecar has taken over the log, or this sidecar hands it over
+       (`hand_over`).
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Owner:
     # -- 1. taking over ----------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Take over the log and read what the snapshot does not cover. Then the topic serves.
+        """Take over the log, and read the entries that the snapshot does not cover. Then the topic serves.
 
         If that is not possible now, attempts continue in the background without a limit. Meanwhile readers get the
         messages that are certain. If another sidecar has fenced this one, this sidecar waits before the next attempt.
@@ -337,8 +338,8 @@ class Owner:
         all known terms, and its token.
 
         If the log contains a marker whose term is not lower, or a merged record names such a term, another marker with
-        a higher term is written. Raises LOG_DAMAGED if the record of the topic's last confirmed message is missing:
-        then the end of the log is gone. Also raises it if that record was not written under the topic's
+        a higher term is written. Raises LOG_DAMAGED if the record of the topic's last confirmed message is missing,
+        because the log has then lost its end. Also raises LOG_DAMAGED if that record was not written under the topic's
         `last_ownership` (0: not known). Raises `UnavailableError` (LOG_REFUSED) if the log cannot be written.
         """
         topic, log = self._topic, self._topic.log
@@ -431,14 +432,14 @@ class Owner:
     def out_of_step(self, e: BaseException | None) -> SeqdedupeError:
         """Determine the outcome of appends in flight, because this process and the log may disagree about them.
 
-        Otherwise IDs would be in flight for ever. Return the reason why the topic accepts nothing meanwhile.
+        Otherwise IDs would stay in flight forever. Return the reason why the topic accepts no messages meanwhile.
         """
         topic = self._topic
         # The outcomes of these appends would be mistaken for the outcomes of other appends.
         topic.opening += 1
         logger.error("topic %s and its log are out of step", topic.name, exc_info=e)
         self.log_failed(Failure.UNKNOWN, f"{type(e).__name__} in the sidecar")
-        return error("RECOVERING", f"topic {topic.name} takes no messages now: {topic.why}")
+        return error("RECOVERING", f"topic {topic.name} accepts no messages now: {topic.why}")
 
     def begin_another_term(self) -> None:
         """Begin another term, because this term has no epoch left for new sessions. First determine the outcome of
@@ -457,7 +458,7 @@ class Owner:
         topic.knows_its_end = False
         # A frame may be sent again to the new owner. But a change must not be repeated by a caller that takes this
         # error to mean that nothing was done.
-        what = f"somebody else owns topic {topic.name}, and knows there whether it is in force"
+        what = f"another sidecar owns topic {topic.name}, and knows there whether it is in force"
         topic.fail_in_flight(
             topic.not_owner(": what became of what was in flight is known there"),
             of_changes=error("OUTCOME_UNKNOWN", what),
@@ -470,8 +471,8 @@ class Owner:
         `away_seconds`.
 
         Takes a snapshot first. Then the topic accepts nothing while appends in flight settle, for at most
-        SETTLE_SECONDS. Raises the reason why the topic does not serve: then this sidecar keeps the topic. Raises the
-        errors of `Log.let_go`: then this sidecar takes over the topic again.
+        SETTLE_SECONDS. If the topic does not serve, this raises the reason, and this sidecar keeps the topic. If
+        `Log.let_go` fails, this raises its errors, and this sidecar takes over the topic again.
         """
         topic = self._topic
         topic.check_serving()
@@ -514,18 +515,19 @@ class Owner:
         self._tried.tell()
 
     async def _until_free(self) -> None:
-        """Wait until no sidecar seems to own the log, and this sidecar need not wait any more.
+        """Wait until no sidecar seems to own the log, and the delay before this sidecar's next takeover has passed.
 
-        By then the contents of the log are merged, except for the most recent ones.
+        When this returns, the contents of the log are merged, except for the most recent entries.
         """
         async with self._beside(self._tail()):
             await asyncio.sleep(self._keeping_away.left_seconds)
             await self._topic.log.wait_until_free()
 
     async def _until_asked(self) -> None:
-        """Wait until a client asks for the topic and this sidecar need not wait any more. The log may have an owner.
+        """Wait until a client asks for the topic, and the delay before this sidecar's next takeover has passed. The log
+        may still have an owner.
 
-        By then the contents of the log are merged, except for those of the last CATCH_UP_SECONDS.
+        When this returns, the contents of the log are merged, except for entries of the last CATCH_UP_SECONDS.
         """
         async with self._beside(self._catch_up()):
             await asyncio.sleep(self._keeping_away.left_seconds)
@@ -549,8 +551,8 @@ class Owner:
             await self._tail(until_end=True)
 
     async def _tail(self, *, until_end: bool = False) -> None:
-        """Read and merge what the owner appends: without end, or once up to the current end. After a read error, try
-        again."""
+        """Read and merge the entries that the owner appends, either without end, or once up to the current end. After a
+        read error, try again."""
         topic, replay = self._topic, None
         while True:
             try:
@@ -579,7 +581,7 @@ class Owner:
 
 
 async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these coroutines has ended, and cancel the others. Raise the error of the one that ended."""
+    """Wait until one of these coroutines has ended, and cancel the others. Raise the error of the ended coroutine."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -617,17 +619,18 @@ class KeepingAway:
         return max(0.0, self._until - self._now_seconds())
 
     def serves(self) -> None:
-        """Note that this sidecar owns the topic."""
+        """Record that this sidecar owns the topic."""
         self._served_since = self._now_seconds()
 
     def gave_up(self, seconds: float) -> None:
-        """Note that this sidecar has handed the topic over to another sidecar. Do not take over the topic for
+        """Record that this sidecar has handed the topic over to another sidecar. Do not take over the topic for
         `seconds`."""
         self._served_since = None
         self._until = self._now_seconds() + seconds
 
     def found_owned(self) -> None:
-        """Note that another sidecar owns the topic. If this sidecar owned it before, it was fenced."""
+        """Record that another sidecar owns the topic. If this sidecar owned the topic before, the other sidecar has
+        fenced it."""
         now, since = self._now_seconds(), self._served_since
         seconds = FIRST_SECONDS
         if since is not None:
@@ -647,11 +650,12 @@ EARLIER_A_RECORD = 1024
 
 
 def state_earlier(topic: Owned) -> None:
-    """Write the watermarks of earlier producers into the log, unless the log states them already. Later opens wait for
-    this.
+    """Write the watermarks of producers that published before the log had an owner into the log. Do nothing if the log
+    already contains these watermarks. Later opens wait for this.
 
-    If that fails, the topic recovers, and this is repeated. The topic must be serving. They are before all messages in
-    the log. So once it has a message, what it does not state was reset or forgotten since.
+    If the write fails, the topic recovers, and the write is repeated. The topic must be serving. In the log, the
+    watermarks are before all messages. So if the log has messages and lacks a watermark, the watermark was reset or
+    forgotten later.
     """
     if topic.confirmed_index:
         return

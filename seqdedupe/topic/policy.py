@@ -1,5 +1,5 @@
 """The values that an operator may set for a topic, for a namespace, and for the sidecar. A topic's value has precedence
-over its namespace's, and that over the sidecar's.
+over the namespace's value, and the namespace's value has precedence over the sidecar's value.
 
 The names are the same as the fields of `TopicPolicy` in admin.proto and of `ControlPolicy` in batch.proto. So the code
 here reads and fills messages of both types.
@@ -24,7 +24,7 @@ from seqdedupe.store.parts import LogKind
 
 @dataclass(frozen=True, slots=True)
 class ImportedWindow:
-    """The checksum of the imported file, its number of IDs, and the publish time of the last one, in ms since 1970."""
+    """The checksum of the imported file, the number of IDs, and the latest publish time, in ms since 1970."""
 
     checksum: bytes
     ids: int
@@ -167,8 +167,8 @@ class DeduplicationRoute(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The values set for one topic or one namespace; the policy is always replaced as a whole. None: the value is not
-    set here, but inherited."""
+    """The values set for one topic or one namespace; the policy is always replaced as a whole. The value None means
+    that the value is inherited."""
 
     deduplication_enabled: bool | None = None
     overlap: OverlapPolicy | None = None
@@ -216,9 +216,7 @@ class Policy:
             if value is not None and not least <= value <= most:
                 raise error("INVALID_REQUEST", f"{name} is {value}: it should be {least} to {most}")
             if name in WINDOW and value == 0:
-                raise error(
-                    "INVALID_REQUEST", f"{name} is 0, with which no copy would be known: it should be 1 or more"
-                )
+                raise error("INVALID_REQUEST", f"{name} is 0: then no copy would be recognized; it should be 1 or more")
         return self
 
     def check_has_effect(self, log: LogKind) -> "Policy":

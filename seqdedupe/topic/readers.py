@@ -18,10 +18,18 @@ from seqdedupe import batch as batches
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, STATED
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError, error
-from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.format.headers import BATCH_TAG, NO_KEY, header
 from seqdedupe.format.jit import Int64s
-from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.layout import (
+    BASE_INDEX,
+    COLUMNS_END,
+    PLACES,
+    PUBLISH_TIME_MS,
+    RECORD_END,
+    RECORD_START,
+    ROWS,
+    layout_columns,
+)
 from seqdedupe.format.records import END, body_of, ownership, scan_record, span
 from seqdedupe.log.contract import ANY_BYTES, LargerRecordError, Log, Runs
 from seqdedupe.message_id import MessageIds, Position
@@ -141,7 +149,7 @@ def check_index(topic: Topic, index: int) -> None:
         raise error(
             "POSITION_AFTER_END",
             f"index {index} is after the end of topic {topic.name}, whose next message gets index {end}",
-            hint=f"Start at an index up to {end}, or at the latest.",
+            hint=f"Start at an index up to {end}, or at `latest`.",
             end_index=end,
         )
 
@@ -159,8 +167,8 @@ async def read_page(
 
     A batch that is larger than clients accept by default is cut between its rows. `from_index` is below `stop_index`,
     and `stop_index` is at most the topic's readable index. With `skip_damaged`, a page may instead list the damaged
-    messages up to the next readable message; without it, damaged messages raise LOG_DAMAGED. Raises `LargerRecordError`
-    if a record has more than `most_bytes`.
+    messages up to the next readable message. Without `skip_damaged`, damaged messages raise LOG_DAMAGED. Raises
+    `LargerRecordError` if a record has more than `most_bytes`.
     """
     try:
         return await _limited_page(topic, from_index, stop_index, max_bytes, most_bytes)
@@ -229,7 +237,7 @@ def _cut(
 ) -> tuple[bytes, int, int]:
     """Return the record at `at` with only the requested rows, the offset of its end, and the index after these rows.
 
-    `runs` are the message IDs of the record's rows. If they are given, the returned record contains the IDs of the
+    `runs` are the message IDs of the record's rows. With `runs`, the returned record contains the message IDs of the
     remaining rows.
     """
     places = np.empty(PLACES, np.int64)
@@ -280,7 +288,7 @@ time is dropped first."""
 
 
 class Turns:
-    """A queue that gives TURNS_AT_ONCE callers a turn in TURN_SECONDS, in the order of their arrival."""
+    """A queue of callers. In every TURN_SECONDS, the first TURNS_AT_ONCE callers in the queue get a turn."""
 
     def __init__(self) -> None:
         self._left = TURNS_AT_ONCE
@@ -332,16 +340,16 @@ class Followers:
         self._pages: OrderedDict[tuple[int, int, int], asyncio.Future[Page | None]] = OrderedDict()
 
     def end(self, topic: Topic, index: int) -> int:
-        """Return the index up to which a follower that has all messages below `index` reads now. All followers get the
-        same index, so that their pages end with the same message."""
+        """Return the index up to which a follower reads now, if the follower already has all messages below `index`.
+        All followers get the same index, so that their pages end with the same message."""
         end = self._ends.get(topic, 0)
         if end <= index:
             end = self._ends[topic] = topic.readable_index
         return end
 
     async def page(self, topic: Topic, from_index: int, stop_index: int, max_bytes: int) -> Page | None:
-        """Return a page like `read_page`. The page is read once for all callers with the same request. None: each
-        caller must read the page alone.
+        """Return a page like `read_page`. The page is read once for all callers with the same request. The result None
+        means that each caller must read the page itself.
 
         None is returned if the page cannot be read (each caller then gets the error), if the task that read the page
         was cancelled, or if a record is larger than a page. The page may be larger than `max_bytes` if another caller
@@ -381,7 +389,8 @@ async def read_on(
     skip_damaged: bool = False,
     followers: Followers | None = None,
 ) -> AsyncIterator[Page]:
-    """Yield pages from an index on, up to `stop_index`, and wait for messages that do not exist yet. None: without end.
+    """Yield pages from an index on, up to `stop_index`, and wait for messages that do not exist yet. If `stop_index` is
+    None, do not end.
 
     `room` is called before each page and returns the maximum number of bytes for it. For a larger record `room` is
     called again, with the record's size as the minimum. With `followers` pages are encoded; a reader that has read
@@ -438,11 +447,11 @@ _STEP_BYTES = 256 * 1024
 
 
 async def index_in_log(producers: Producers, number: int, log: Log) -> int:
-    """Return the index of the message with a producer's persisted ID; NOT_KNOWN if the message is gone, or cannot be
-    read now.
+    """Return the index of the message with a producer's persisted ID; NOT_KNOWN if the message was removed, or cannot
+    be read now.
 
-    This reads the log: STATED is the base index of the batch with the message, unless retention has dropped that batch,
-    or deduplication was disabled meanwhile.
+    This method reads the log: STATED is the base index of the batch with the message, unless retention has dropped that
+    batch, or deduplication was disabled meanwhile.
     """
     last = int(producers.numbers[number, PERSISTED])
     stated = int(producers.numbers[number, STATED])
@@ -481,7 +490,8 @@ async def find_in_log(log: Log, name: bytes, sequence_id: int, end_index: int, r
 
 
 async def _looked_through_from(log: Log, end_index: int) -> int:
-    """Return the first index that is near enough to the end, in messages and in bytes."""
+    """Return the index where a search begins. From this index to the end of the log, both the messages and their bytes
+    are limited."""
     low, high = max(log.first_index, end_index - LOOKED_THROUGH_MESSAGES), end_index
     while low < high:
         middle = (low + high) // 2

@@ -73,7 +73,7 @@ R = TypeVar("R")
 
 
 class Phase(Enum):
-    """The operation in progress on a name. `RegistryEntry` draws their order."""
+    """The operation in progress on a name. A drawing in `RegistryEntry` shows the order of the phases."""
 
     SETTLED = 1
     """No operation is in progress. Either there is a topic (served, or tried again), or there is none."""
@@ -120,8 +120,8 @@ class RegistryEntry(Generic[T]):
                                   └──▶ DELETING ──┘
     ```
 
-    A caller that may wait for the operation in progress does so first (`under_way`). A topic that was moved away may
-    come back, which is CREATING, before the task that moved it has noticed that it left.
+    A caller that may wait for the operation in progress does so first (`under_way`). A topic that was moved to another
+    sidecar may be moved back (CREATING) before the task that moved the topic away has ended.
     """
 
     __slots__ = ("_lock", "found", "name", "openers", "phase", "record", "under_way")
@@ -191,8 +191,8 @@ class Registry(Generic[T]):
         return iter(list(self._entries.values()))
 
     def names(self) -> set[str]:
-        """Return the names of all topics that exist or are being created: including partitions, without partitioned
-        topics."""
+        """Return the names of all topics that exist or are being created. The names of partitions are included. The
+        names of partitioned topics are omitted."""
         return set(self._entries)
 
     def get(self, name: str) -> RegistryEntry[T] | None:
@@ -245,6 +245,17 @@ class Registry(Generic[T]):
                 and not entry.openers
             ):
                 del self._entries[name]
+
+    def check_is_free(self, whole: str) -> None:
+        """Raise TOPIC_EXISTS or INVALID_TOPIC_NAME unless a topic of this name, with or without partitions, can be
+        created."""
+        self.partitions.check_is_free(whole)
+        there = (name for name in self.names() if name == whole or whole_of(name) == whole)
+        if taken := min(there, default=None):
+            what = f"the topic {taken} is there already" + (
+                "" if taken == whole else f", with the name of a partition of {whole}"
+            )
+            raise error("TOPIC_EXISTS", what, topic=taken)
 
     @asynccontextmanager
     async def locked(self, name: str) -> AsyncIterator[RegistryEntry[T]]:
@@ -319,8 +330,8 @@ class Registry(Generic[T]):
         return self._changing.get(whole)
 
     def tasks(self, phase: Phase | None = None) -> list[asyncio.Task[Any]]:
-        """Return the tasks in progress: all tasks, or the tasks of a phase. The process must not end before these
-        tasks."""
+        """Return the tasks in progress: all tasks, or the tasks of one phase. The process must not end before these
+        tasks have ended."""
         if phase is None:
             return list(self._tasks)
         return [entry.under_way for entry in self if entry.phase is phase and entry.under_way is not None]

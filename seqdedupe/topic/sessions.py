@@ -3,7 +3,7 @@
 An epoch is `term << 32 | n`. n counts the topic's opens in that term, starting with a random number. If an older copy
 of a log was restored, terms occur again, and the random start prevents that the epochs of the lost history occur again.
 The newest epoch owns the name. Safety does not depend on epochs; watermark and link provide it. Epochs prevent two
-processes with the same name from replacing each other for ever.
+processes with the same name from fencing each other endlessly.
 """
 
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ def can_have_been_given(epoch: int) -> bool:
 def wrong_count() -> SeqdedupeError:
     """Return the error for an Open with no name, too many names, or the same name twice."""
     what = f"Open takes 1 to {MAX_OPEN_NAMES} producer names, each once"
-    return error("INVALID_NAME", what, hint="Name each producer once, and open more of them in several calls.")
+    return error("INVALID_NAME", what, hint="Name each producer only once. Open more producers in several calls.")
 
 
 def check_count(names: list[str]) -> None:
@@ -106,8 +106,8 @@ class OpenAnswer:
         self.fenced_epochs.update((first + place, epoch) for place, epoch in other.fenced_epochs.items())
 
     def among(self, names: int, refusals: dict[int, SeqdedupeError]) -> "OpenAnswer":
-        """Return this answer as part of the answer to a call of `names` names. The names at the places in `refusals`
-        were refused earlier."""
+        """Return this answer as a part of the answer to a call with `names` names. The names at the places in
+        `refusals` were refused earlier."""
         if not refusals:
             return self
         places = [place for place in range(names) if place not in refusals]
@@ -139,7 +139,7 @@ class Sessions:
 
         If a name was forgotten, an earlier session may have resumed it before the newest session did. The newest
         session is then fenced, because it would otherwise mistake the other session's messages for its own. Raises
-        INVALID_NAME: then no session is started.
+        INVALID_NAME. After an error, no session is started.
         """
         encoded = encoded_names(names, self._producers)
         refusals: dict[int, SeqdedupeError] = {}
@@ -163,7 +163,8 @@ class Sessions:
         return SessionStarts(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
 
     def opened(self, opening: SessionStarts, names: int) -> OpenAnswer:
-        """Return the answer to an Open of `names` names, after everything for which it waits has settled."""
+        """Return the answer to an Open of `names` names. Call this after everything for which the Open waits has
+        settled."""
         answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
         if not opening.is_resume:
             had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)
@@ -187,7 +188,7 @@ class Sessions:
         return answer
 
     def note_forgotten(self, names: list[bytes], epochs: Int64s) -> None:
-        """Note that these sessions were resumed after their names had been forgotten. A client may not have received
+        """Record that these sessions were resumed after their names had been forgotten. A client may not have received
         the answer that reported this. So every later resume of such a session reports it again, until the session or
         this process ends."""
         self._forgotten.update(zip(names, epochs.tolist(), strict=True))
@@ -217,8 +218,8 @@ class Sessions:
         return bool((rows[:, EPOCH] > rows[:, DURABLE_EPOCH]).any())
 
     def need_a_record(self, names: list[str], epochs: list[int] | None) -> bool:
-        """Return whether the log needs a record for an `open` with these arguments. No record is needed only if all
-        sessions are resumed and in the log already. Also true if all new sessions will be refused."""
+        """Return whether the log needs a record for an `open` with these arguments. Return false only if all sessions
+        are resumed, and the log already contains them. Return true even if all new sessions will be refused."""
         if epochs is None:
             return True
         numbers = self._producers.find_all([name.encode(errors="replace") for name in names])

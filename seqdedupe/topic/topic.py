@@ -1,7 +1,8 @@
 """A topic with its own log. Here frames are admitted, appended, settled and answered.
 
 Begin with `Topic.admit`. The `owner` decides whether the log may be appended to. The `judge` decides which messages of
-a frame are new. The `keeper` decides when snapshots are taken. The `trimmer`, at the end, drops what retention allows.
+a frame are new. The `keeper` decides when snapshots are taken. The `trimmer`, at the end, drops the messages that
+retention allows to drop.
 """
 
 import asyncio
@@ -18,8 +19,8 @@ from seqdedupe.core.id_window import IdWindow
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import STATED
 from seqdedupe.errors import InvalidRequestError, SeqdedupeError, error
-from seqdedupe.format.columns import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.jit import Int64s
+from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.limits import Retention
 from seqdedupe.log.contract import DamageFound, Log, Outcome, Runs, Skipped, last_of
@@ -52,13 +53,14 @@ class Topic(TopicBase):
     1. *admit*: the judge decides about the whole frame. Its new messages are in flight from then on.
     2. *append*: the topic passes the new messages to the log.
     3. *settle*: the log reports the outcome of the oldest appends. Confirmation makes messages persisted and readable
-       in one step. This happens before their receipt is sent, and before any message is answered DUP because of them.
+       in one step. Confirmation happens before the receipt of these messages is sent, and before a copy of them is
+       answered DUP.
 
     4. *answer*: the sender gets the receipt, or the reason why there is no receipt.
 
     `on_state` is called at each change of state, which has a one-line reason. Topics of deduplication IDs share
-    `window_memory`; without it their windows stay in memory. `imported` is the window of an import in the store.
-    `is_standby`: see `Owner`.
+    `window_memory`. Without `window_memory`, their windows stay in memory. `imported` is the window of an import in the
+    store. `is_standby`: see `Owner`.
     """
 
     def __init__(
@@ -150,9 +152,9 @@ class Topic(TopicBase):
 
         With `when_durable`, the receipt may be sent when the frame is written but not durable, if the policy allows it.
         The receipt states this, and `when_durable` is called once the frame is durable. If the log loses the frame, the
-        streams are ended. `lone`: links may be omitted, as in a unary call. `looked_up` is the result that
-        `ids.look_up` has just returned; without it all clients may have to wait for a disk read. `sent`: see
-        `Log.append`. Nothing is raised: an error becomes a `Refusal`.
+        streams are ended. With `lone`, links may be omitted, as in a unary call. `looked_up` is the result that
+        `ids.look_up` has just returned. Without `looked_up`, this call may read from the disk, and block all clients
+        meanwhile. `sent`: see `Log.append`. This method raises no errors: an error becomes a `Refusal`.
         """
         try:
             self.check_serving()
@@ -200,7 +202,7 @@ class Topic(TopicBase):
             State.READ_ONLY: "LOG_REFUSED",
             State.DRAINING: self.closed_because,
         }[self.state]
-        raise error(reason, f"topic {self.name} takes no messages now: {self.why}")
+        raise error(reason, f"topic {self.name} accepts no messages now: {self.why}")
 
     # -- 2. append ---------------------------------------------------------------------------------------------
 
@@ -223,7 +225,7 @@ class Topic(TopicBase):
         """Pass a control record to the log. The future is done when the record is durable and in force. If the record
         fails, the future raises the reason.
 
-        Raises at once, and does nothing, if the topic accepts no messages; also MESSAGE_TOO_LARGE.
+        Raises an error immediately, and does nothing, if the topic accepts no messages. Also raises MESSAGE_TOO_LARGE.
         """
         self.check_serving()
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -235,7 +237,7 @@ class Topic(TopicBase):
         try:
             self.log.append_control(body)
         except InvalidRequestError as e:
-            # The log has accepted nothing, and would refuse every repetition.
+            # The log has accepted no part of the batch, and would refuse every repetition.
             self.flight.take_back()
             if isinstance(change, ProducerSessions | Reset):
                 # These epochs are in force already, but must not be.
@@ -290,7 +292,8 @@ class Topic(TopicBase):
         self.confirmed_index += item.frame.rows
 
     def merge(self, chunk: bytes, table: Table, count: int, runs_of: RunsOf) -> None:
-        """Put records that were found in the log in force. Confirm and answer those that are in flight."""
+        """Put records that were found in the log in force. Confirm and answer the frames among them that are in
+        flight."""
         # Do this before anything is put in force: a merge that fails is repeated as a whole.
         found = self._found(chunk, table[:count], runs_of)
         self._learn(chunk, table, count, runs_of)
@@ -394,7 +397,8 @@ class Topic(TopicBase):
             logger.exception("topic %s could not give an answer", self.name)
 
     def _count(self, receipt: FrameReceipt, new_rows: int) -> None:
-        """Count a frame that has its receipt. `new_rows` of its rows were stored."""
+        """Count a frame that has received its receipt. `new_rows` is the number of the frame's rows that were
+        stored."""
         if receipt.verdicts is None:
             self.counters.not_dup += new_rows
         else:
@@ -504,8 +508,8 @@ class Topic(TopicBase):
         """Replace the whole policy. When this returns, the new policy is durable, and has come into force between two
         frames.
 
-        Raises the reason why the topic accepts nothing now, or LOG_REFUSED: then the policy is unchanged. If the caller
-        is cancelled, the outcome is unknown.
+        Raises the reason why the topic accepts nothing now, or LOG_REFUSED. After an error, the policy is unchanged. If
+        the caller is cancelled, the outcome is unknown.
         """
         await self.append_change(policy)
 
@@ -600,14 +604,16 @@ class Topic(TopicBase):
 
 
 class Trimmer:
-    """The retention of a topic: it drops what the policy allows, in one background task at a time."""
+    """The retention of a topic. The trimmer drops messages that the policy allows to drop, in one background task at a
+    time."""
 
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._looking: asyncio.Task[None] | None = None
 
     def look(self) -> None:
-        """In the background, drop what may be dropped after a durable snapshot or a change of the policy."""
+        """After a durable snapshot or a change of the policy, drop the messages that retention allows to drop. This
+        runs in the background."""
         if self._topic.state is not State.DRAINING and (self._looking is None or self._looking.done()):
             self._looking = self._topic.spawn(trim(self._topic))
 
@@ -618,8 +624,8 @@ class Trimmer:
 
 
 async def trim(topic: Topic) -> None:
-    """Drop what the topic's policy allows to drop. Messages that are covered only after the start of this call wait for
-    the next snapshot."""
+    """Drop the messages that the topic's policy allows to drop. Messages that a snapshot covers only after the start of
+    this call wait for the next snapshot."""
     retention = None
     try:
         await topic.log.snapshot_is_durable(topic.keeper.snapshotter.opaque)
@@ -650,8 +656,8 @@ async def _may_trim_to(topic: Topic, retention: Retention) -> int:
 
 
 async def _stated_from(topic: Topic, first_index: int) -> int:
-    """Return the highest index, up to `first_index`, from which on the log states everything that is in force without a
-    new append."""
+    """Find how far the log can be trimmed without a new append. Return the highest index, up to `first_index`, from
+    which on the log contains all state that is in force."""
     producers = topic.producers
     stated = [first_index, topic.policy_stated]
     if producers.has_forgotten:
@@ -668,8 +674,8 @@ async def _stated_from(topic: Topic, first_index: int) -> int:
 
 
 async def state_again(topic: Topic, first_index: int) -> None:
-    """Write again everything that is in force and stated only below this index: the log alone must be sufficient for
-    recovery.
+    """Write again all state that is in force and that the log states only below this index. The log alone must be
+    sufficient for recovery.
 
     The policy is always in force. The term is written with it, because the markers are dropped too, and no term may
     occur twice.

@@ -86,7 +86,7 @@ class WindowImported:
 
     @property
     def in_force(self) -> ImportedIds | None:
-        """The import in force; None if there was no import, or it is missing."""
+        """The import in force; None if no window was imported, or the import is missing."""
         wanted = self._policy().imported
         if wanted is None or self.there is None or self.there.checksum != wanted.checksum:
             return None
@@ -102,7 +102,7 @@ class WindowImported:
         return 0 if self.there is None else self.there.run.memory_bytes
 
     def settled(self) -> None:
-        """Note that everything in the log is in force."""
+        """Record that everything in the log is in force."""
         self.is_under_way = False
 
     def say_if_missing(self) -> None:
@@ -123,7 +123,7 @@ class WindowImported:
         """
         wanted = self._policy().imported
         if self.is_under_way:
-            raise error("RECOVERING", f"topic {self._topic} takes no messages now: a window is being imported")
+            raise error("RECOVERING", f"topic {self._topic} accepts no messages now: a window is being imported")
         if wanted is None:
             return None
         if wanted.last_time_ms <= since_ms:
@@ -156,8 +156,8 @@ class LookedUp:
 class WindowRuns:
     """The runs of one window. `take_snapshot` returns when a snapshot that began after the call is durable, or raises.
 
-    After the window is closed nothing is written or named any more, even for a run that is being built, because the
-    incarnation may belong to another topic object by then.
+    After the window is closed, it writes and names no run any more, not even a run that is being built. By then the
+    incarnation may belong to another topic object.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class WindowRuns:
 
     def _found(self, frame: Frame, wanted: "list[tuple[IdRun, int, int]] | tuple[()]") -> tuple[Int64s, Int64s]:
         """Return the highest index and the highest publish second of each row, for IDs that are in these pages with the
-        same bytes. Blocks; any thread may call it."""
+        same bytes. The call blocks, and any thread may make it."""
         indexes, seconds = np.full(frame.rows, NOWHERE, np.int64), np.full(frame.rows, NOWHERE, np.int64)
         for at in range(0, len(wanted), READ_AT_ONCE):
             some = wanted[at : at + READ_AT_ONCE]
@@ -262,10 +262,10 @@ class WindowRuns:
     # -- out of memory -------------------------------------------------------------------------------------------
 
     async def move_out(self) -> bool:
-        """Move the oldest IDs in memory to a run. Return whether there were any to move.
+        """Move the oldest IDs in memory to a run. Return whether there were such IDs.
 
-        Raises STORE_UNAVAILABLE, DRAINING, and the errors of `take_snapshot`: then the IDs are still in memory, and no
-        data is lost.
+        Raises STORE_UNAVAILABLE, DRAINING, and the errors of `take_snapshot`. After an error, the IDs are still in
+        memory, and no data is lost.
         """
         window = self._window()
         if window is None:
@@ -287,7 +287,8 @@ class WindowRuns:
         return True
 
     async def merge(self) -> bool:
-        """Merge two runs into one if there are too many. Return whether there were. Raises as `move_out`."""
+        """If there are too many runs, merge two runs into one. Return whether there were too many. Raises the errors of
+        `move_out`."""
         window = self._window()
         if window is None:
             return False
@@ -313,7 +314,7 @@ class WindowRuns:
         return True
 
     async def _name(self, window: IdWindow) -> None:
-        """Take a snapshot that names the offered run. If the run is forgotten by now, it is given up."""
+        """Take a snapshot that names the offered run. If the run is forgotten by now, drop the run."""
         self.check_open()
         offered = window.older.offered
         await self._take_snapshot()
@@ -326,7 +327,7 @@ class WindowRuns:
         for first_index in window.oldest_chunks(MOVED_PART):
             piece = window.whole_chunk(first_index)
             if piece is None:
-                # It is forgotten by now, and so are all older ones.
+                # This run is forgotten by now, and so are all older runs.
                 pieces.clear()
             else:
                 pieces.append(piece)
@@ -345,7 +346,7 @@ class WindowRuns:
         return await writer.finish(end_index, np.array(chunks, np.int64))
 
     async def _merged(self, window: IdWindow, pair: tuple[IdRun, IdRun]) -> IdRun | None:
-        """Return one run with all IDs of these that are not forgotten; None if all are."""
+        """Return one run with all IDs of these runs that are not forgotten; None if all IDs are forgotten."""
         chunks = np.concatenate([run.chunks for run in pair])
         chunks = chunks[chunks[:, 0] + chunks[:, 1] > window.first_index]
         if not len(chunks):
@@ -380,10 +381,11 @@ class WindowRuns:
 
 
 class WindowMemory:
-    """The memory limit of all windows. While they exceed `limit_bytes`, the largest one moves its oldest IDs to a run.
+    """The memory limit of all windows. While the windows together exceed `limit_bytes`, the largest window moves its
+    oldest IDs to a run.
 
-    One run is made at a time. New IDs may meanwhile use a part more (`EXCESS`); a window that is read from the log
-    takes the memory that it needs. While the store cannot be written, everything stays in memory.
+    One run is made at a time. Meanwhile, new IDs may use some memory above the limit (`EXCESS`). A window that is read
+    from the log uses the memory that it needs. While the store cannot be written, all IDs stay in memory.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -395,7 +397,7 @@ class WindowMemory:
         self._progress = Broadcast()
 
     async def room(self) -> None:
-        """Wait until more IDs may come: memory has room, or will not get any now."""
+        """Wait until memory has room for more IDs, or until it is clear that no memory can be freed now."""
         while self._moving is not None and self._total > self.limit_bytes + self.limit_bytes // EXCESS:
             await self._progress.wait()
 
@@ -428,7 +430,7 @@ class WindowMemory:
                     if await runs.move_out():
                         break
                 except SeqdedupeError as e:
-                    # A topic that takes no snapshot now does not block others.
+                    # A topic that cannot take a snapshot now does not block other topics.
                     failed.add(runs)
                     logger.warning("deduplication IDs stay in memory for now: %s", e)
             else:

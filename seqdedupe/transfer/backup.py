@@ -94,8 +94,10 @@ def read_manifest(folder: Path) -> Manifest:
             said: dict[str, Any] = json.loads(file.read(size))
     except FileNotFoundError as e:
         if not folder.exists():
-            raise error("BACKUP_DAMAGED", f"{folder} is not there", hint="Is that the backup's name, and place?") from e
-        what = f"{folder} is no backup, or one that was never finished: it has no file {MANIFEST_FILE}"
+            raise error(
+                "BACKUP_DAMAGED", f"{folder} is not there", hint="Check the name and the place of the backup."
+            ) from e
+        what = f"{folder} is not a backup, or a backup that was never finished: it has no file {MANIFEST_FILE}"
         raise error("BACKUP_DAMAGED", what) from e
     except SeqdedupeError as e:
         if e.reason == "NEWER_FORMAT":
@@ -112,7 +114,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def damaged(folder: Path, what: str) -> SeqdedupeError:
-    """Return the error for a backup that differs from what was written."""
+    """Return the error for a backup whose files differ from the written files."""
     return error("BACKUP_DAMAGED", f"{folder} is damaged: {what}")
 
 
@@ -140,7 +142,8 @@ Copy = Callable[[Path, Path, int, Pay], tuple[int, int]]
 
 
 def copy_file(source: Path, target: Path, size: int, pay: Pay) -> tuple[int, int]:
-    """Copy the first `size` bytes of a file to a new file that only its owner may read. Return their number and CRC32C.
+    """Copy the first `size` bytes of a file to a new file that only its owner may read. Return the number and the
+    CRC32C of the copied bytes.
 
     Data that the disk cannot return becomes zeros. Raises LOG_UNREADABLE if the source cannot be read; OSError if the
     target cannot be written, including FileExistsError.
@@ -252,8 +255,8 @@ def check(backup: Path) -> Manifest:
 
 
 def restore(backup: Path, to: Path, copy: "Copy | None" = None) -> list[Manifest]:
-    """Make the data directory `to` from a backup, and check every file. On return, the directory is durable. It shares
-    no files with the backup. `copy` fetches the files named in the manifests if they are not in `backup`.
+    """Make the data directory `to` from a backup, and check every file. When this returns, the directory is durable. It
+    shares no files with the backup. `copy` fetches the files named in the manifests if they are not in `backup`.
 
     Raises DIRECTORY_NOT_EMPTY unless `to` is an empty directory or does not exist, BACKUP_DAMAGED, NEWER_FORMAT, and
     the errors of `parts_of`; OSError. After an error nothing is left. A power cut leaves a folder named `.unfinished`.
@@ -331,7 +334,7 @@ class LastBackup:
 
     async def confirm(self, made_at_us: int) -> None:
         """Record that a backup of this time was verified. Ignore the call if a later backup is recorded whose time is
-        not in the future. Durable on return. Raises STORE_UNAVAILABLE."""
+        not in the future. When this returns, the change is durable. Raises STORE_UNAVAILABLE."""
         if made_at_us > self.made_at_us or is_in_future(self.made_at_us):
             batch = WriteBatch(raw_mode=True)
             batch.put(LAST_BACKUP, seal(LAST_BACKUP, made_at_us.to_bytes(_MOMENT_BYTES, "little")))
@@ -352,7 +355,8 @@ MAX_FAULTS_A_FILE = 100
 
 @dataclass(frozen=True, slots=True)
 class Earlier:
-    """An existing backup. A new backup shares its unchanged files instead of copying them again."""
+    """An existing backup. A new backup shares the unchanged files of the existing backup, and does not copy these files
+    again."""
 
     folder: Path
     files: dict[str, BackupFile]
@@ -441,7 +445,7 @@ class BackupMaker:
     def add_store(self, rows: Iterator[tuple[bytes, bytes]], at_us: int) -> None:
         """Add a store with these records. `at_us` is the time of the records, in microseconds since 1970.
 
-        Raises STORE_DAMAGED if a record differs from what was written, STORE_UNAVAILABLE.
+        Raises STORE_DAMAGED for a damaged record, STORE_UNAVAILABLE.
         """
         self.manifest.made_at_us = at_us
         write_copy(self._folder / STORE, self._counted(rows))
@@ -473,8 +477,8 @@ class BackupMaker:
             sync_folder(self._to.parent)
 
     def add_log(self, record: TopicRecord, parts: Sequence[DurablePart]) -> None:
-        """Add a topic's log. Raises LOG_UNREADABLE if the log cannot be read: then no part of the log is in the
-        backup."""
+        """Add a topic's log. Raises LOG_UNREADABLE if the log cannot be read. In that case, no part of the log is in
+        the backup."""
         folder = f"{LOGS}/{record.incarnation}"
         (self._folder / folder).mkdir(mode=0o700)
         files, damaged = len(self.manifest.files), len(self.manifest.damaged)
@@ -502,12 +506,13 @@ class BackupMaker:
         made.left_out = [fault for fault in made.left_out if fault.incarnation != record.incarnation]
 
     def leave_out(self, record: TopicRecord, why: str) -> None:
-        """Note in the manifest that the backup has only this topic's record, not its log. After a restore the topic is
-        DAMAGED, and no other topic can have its name."""
+        """Record in the manifest that the backup has only this topic's record, not the topic's log. After a restore the
+        topic is DAMAGED, and no other topic can have its name."""
         self.manifest.left_out.append(BackupFault(record.name, record.incarnation, why))
 
     def finish(self) -> None:
-        """Finish the backup. On return, the backup is complete and durable, and its folder has the final name."""
+        """Finish the backup. When this returns, the backup is complete and durable, and its folder has the final
+        name."""
         store = self._folder / STORE
         for path in sorted(store.iterdir()):
             if path.name.startswith("LOG"):
@@ -535,7 +540,7 @@ class BackupMaker:
 
     def _check_goes_on(self) -> None:
         if self._stopped.is_set():
-            raise error("OUTCOME_UNKNOWN", "the backup was broken off: nothing of it is left")
+            raise error("OUTCOME_UNKNOWN", "the backup was stopped: no part of it is left")
 
     def _add(self, source: Path, path: str, size: int) -> None:
         before = self._stamp(source, size)

@@ -1,9 +1,9 @@
-"""Places where backups are kept: a folder, or a prefix of a bucket in an object store that speaks S3.
+"""Places where backups are kept: a folder, or a prefix of a bucket in an object store with the S3 API.
 
 A place lists its backups, reports which backups are good, keeps the newest N good backups, and restores a backup. A
 backup is good if two conditions hold:
 
-- Its manifests, and all files named in the manifests, exist as they were written.
+- Its manifests and all files named in the manifests exist and are unchanged.
 - The original data had no damage when the backup was made.
 """
 
@@ -109,8 +109,7 @@ class BackupPlace(ABC):
 
     @abstractmethod
     def _opened(self, name: str) -> AbstractContextManager[Path]:
-        """Open a folder that has the backup's manifests and the files that record how many manifests the backup must
-        have."""
+        """Yield a folder that contains the backup's manifests, and the files that state the number of manifests."""
 
     @abstractmethod
     def _sizes(self, name: str) -> dict[str, int]:
@@ -210,7 +209,7 @@ class BackupPlace(ABC):
             return NewestBackup(newest.name, [one.name for one in found if one.is_in_future])
         if good:
             what = f"{self.url} has only backups whose moments are in the future: {', '.join(one.name for one in good)}"
-            raise error("BACKUP_DAMAGED", what, hint="Is this host's clock right? Name one with `--backup`.")
+            raise error("BACKUP_DAMAGED", what, hint="Check this host's clock. Or name a backup with `--backup`.")
         hint = "Is that the place? `seqdedupe backup list` says what is there; `--backup` restores one that is damaged."
         raise error("BACKUP_DAMAGED", f"{self.url} has no good backup; {len(found)} are not good", hint=hint)
 
@@ -263,7 +262,7 @@ class FolderPlace(BackupPlace):
     def names(self) -> list[str]:
         if not self._folder.is_dir():
             what = f"{self._folder} is not there"
-            raise error("BACKUP_DAMAGED", what, hint="Is that the name of the folder with the backups?")
+            raise error("BACKUP_DAMAGED", what, hint="Check the name of the folder with the backups.")
         names = [path.name for path in self._folder.iterdir() if path.is_dir() and not path.name.startswith(".")]
         return sorted(name for name in names if not name.endswith((UNFINISHED, REMOVING)))
 
@@ -274,7 +273,7 @@ class FolderPlace(BackupPlace):
         try:
             lock = Lock.take(self._folder / COMMAND_LOCK_FILE)
         except BlockingIOError as e:
-            what = f"another command copies or removes backups in {self._folder} at the moment"
+            what = f"another command is copying or removing backups in {self._folder} at the moment"
             hint = "This backup is made, but not verified. Let that command end, and make another backup."
             raise error("BACKUP_FAILED", what, hint=hint) from e
         try:
@@ -287,8 +286,8 @@ class FolderPlace(BackupPlace):
         return super().keep(new, count)
 
     def _remove_leftovers(self, new: str) -> None:
-        """Remove what ended processes have left: backups that were partly removed, and unfinished backups that no
-        process writes any more."""
+        """Remove the remains of ended processes: partly removed backups, and unfinished backups that no process writes
+        any more."""
         for path in list(self._folder.iterdir()):
             name, suffix = path.stem, path.suffix
             if not TIME_NAME.fullmatch(name) or name >= new:
@@ -331,7 +330,7 @@ class FolderPlace(BackupPlace):
     @contextmanager
     def set_aside(self, name: str) -> Iterator[None]:
         """Free the name of a backup while the block makes a new backup with this name. The new backup can share files
-        with the old one. Remove the old backup after the block. Raises OSError."""
+        with the old backup. Remove the old backup after the block. Raises OSError."""
         aside = self._folder / f"{name}{REMOVING}"
         (self._folder / name).rename(aside)
         # A new file may have the inode of a removed one.

@@ -1,7 +1,7 @@
 """Copy everything that a store holds about a topic, except the topic's record, to another store.
 
 The other store is in this process (`copy`), or belongs to another sidecar. To another sidecar, each record of the store
-is sent after its two lengths (`row_bytes`). `IncomingSnapshot` receives the records in both cases. The records are
+is sent after its two lengths (`row_bytes`). `IncomingSnapshot` receives the records in both cases. All records are
 copied unchanged.
 """
 
@@ -30,7 +30,7 @@ def row_bytes(key: bytes, value: bytes) -> bytes:
 
 
 class IncomingSnapshot:
-    """Replaces everything that is stored about a topic here. Until `finish` has returned, nobody may read these records
+    """Replaces all records of a topic in this store. Until `finish` has returned, no other code may read these records
     or write to the topic. All methods must be called on the store's event loop.
 
     All methods raise STORE_UNAVAILABLE, MOVE_FAILED for data that cannot be split into records, and INVALID_REQUEST for
@@ -98,14 +98,14 @@ def _are_none(size: int) -> Exception:
 
 
 async def copy(old: Store, new: Store, incarnation: int) -> None:
-    """Make the new store's data of a topic equal to the old store's data. Durable on return. Raises STORE_UNAVAILABLE,
-    and STORE_DAMAGED for a record that differs from what was written."""
+    """Make the new store's data of a topic equal to the old store's data. When this returns, the change is durable.
+    Raises STORE_UNAVAILABLE, and STORE_DAMAGED for a damaged record."""
     await put_all(new, incarnation, _checked(old, *snapshot_range(incarnation)))
 
 
 async def put_all(store: Store, incarnation: int, records: Iterator[tuple[bytes, bytes]]) -> None:
-    """Replace all records of a topic in the store by `records`. Durable on return. Raises the errors of
-    `IncomingSnapshot` and of `records`."""
+    """Replace all records of a topic in the store by `records`. When this returns, the change is durable. Raises the
+    errors of `IncomingSnapshot` and of `records`."""
     incoming = IncomingSnapshot(store, incarnation)
     for key, value in records:
         await incoming.put(key, value)

@@ -1,12 +1,12 @@
-"""A topic's state, out of a sidecar and into one.
+"""Exports a topic's state from a sidecar, and imports a topic's state into a sidecar.
 
-Outgoing messages hold a topic's snapshot or its watermarks: begin with `saved`, which returns the state of a topic at
-one moment. An incoming snapshot comes from a client that saved it, or from another sidecar; `SavedParts` builds the
-state from its parts.
+Outgoing messages contain a topic's snapshot or watermarks. Begin with `saved`, which returns the state of a topic at
+one moment. A client or another sidecar sends an incoming snapshot. `SavedParts` builds the state from the parts of the
+snapshot.
 
 Imports put the watermarks of producers, or a window of deduplication IDs, into a topic that nobody has used yet. No
 part of an import takes effect before `finish` is called. `finish` puts the whole import in force. `begin_import` begins
-an import of watermarks. `WindowImport` imports a window. Both imports are a `TopicImport`.
+an import of watermarks. `WindowImport` imports a window. Each import is a `TopicImport`.
 """
 
 import asyncio
@@ -134,7 +134,7 @@ def snapshot_answers(topic: TopicBase) -> Iterator[bytes]:
     snapshot = saved(topic)
     yield _head(topic, snapshot).SerializeToString()
     for names, persisted, epochs, stated in parts(snapshot):
-        answer = wire.ExportSnapshotResponse()
+        answer = wire.alias(admin_pb2.ExportSnapshotResponse)()
         _fill(answer.part, names, persisted=persisted, epochs=epochs, stated=stated)
         yield answer.SerializeToString()
 
@@ -155,7 +155,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
         has_forgotten=snapshot.has_forgotten,
     )
     fill_cursors(kept.cursors, head.cursors)
-    answer = wire.ExportSnapshotResponse()
+    answer = wire.alias(admin_pb2.ExportSnapshotResponse)()
     answer.part.head.ParseFromString(head.SerializeToString())
     return answer
 
@@ -163,7 +163,7 @@ def _head(topic: TopicBase, snapshot: Loaded) -> Any:
 def watermark_answers(topic: TopicBase) -> Iterator[bytes]:
     """Yield the response messages of `ExportWatermarks`. Raises the errors of `watermarks`."""
     for names, persisted in watermarks(topic):
-        answer = wire.ExportWatermarksResponse()
+        answer = wire.alias(admin_pb2.ExportWatermarksResponse)()
         _fill(answer, names, persisted=persisted)
         yield answer.SerializeToString()
 
@@ -197,7 +197,7 @@ class SavedParts:
             raise error("INVALID_REQUEST", f"term is {term}: it should be 0 to {MAX_TERM - 1}")
         if position.index < -1 or (position.index < 0 and position.message_id is not None):
             what = f"the snapshot has no position that can be: {position}"
-            raise error("INVALID_POSITION", what, hint="Export the snapshot again, and import it as it was exported.")
+            raise error("INVALID_POSITION", what, hint="Export the snapshot again, and import the unchanged file.")
         if len(opaque) > MAX_PLACE_BYTES:
             raise error("INVALID_REQUEST", f"broker_position has {len(opaque)} bytes: at most {MAX_PLACE_BYTES}")
         self._term = term
@@ -219,7 +219,7 @@ class SavedParts:
         before = len(self._names)
         self._names.add_all(names)
         if len(self._names) != before + len(names):
-            raise error("INVALID_REQUEST", "a producer comes twice")
+            raise error("INVALID_REQUEST", "a producer occurs twice")
         if (persisted < NO_SEQUENCE_ID).any() or (epochs < NO_EPOCH).any() or highest_term(epochs) > self._term:
             raise error("INVALID_REQUEST", "a producer has numbers that cannot be")
         if (stated < NOT_STATED).any() or (stated > self._position.index + 1).any():
@@ -317,7 +317,7 @@ class TopicImport(ABC, Generic[Imported]):
         self._check_unused()
         if not self._is_newest:
             what = f"another import into topic {self._topic.name} was begun meanwhile"
-            raise error("TOPIC_IN_USE", what, hint="Let one import end before another one begins.")
+            raise error("TOPIC_IN_USE", what, hint="Wait until one import has ended before you begin another import.")
 
     @abstractmethod
     def _check_unused(self) -> None: ...
@@ -340,10 +340,11 @@ class WatermarksImport(TopicImport[Imported]):
 
     @abstractmethod
     async def finish(self) -> None:
-        """Put the import in force. On return, the import is in force and durable. If this method raises, either the
-        whole import is in force or no part of it.
+        """Finish the import. When this returns, the whole import is in force and durable. If this method raises an
+        error, either the whole import or no part of the import is in force.
 
-        The call blocks the event loop for about 40 ms per million producers, or 170 ms if the import is repeated.
+        The call blocks the event loop for about 40 ms per million producers. If the same import was made before, it
+        blocks for about 170 ms per million producers.
         """
 
     def _in_use(self, why: str) -> SeqdedupeError:
@@ -496,8 +497,8 @@ class WindowImport(TopicImport[Topic]):
             self._runs.append(await self._part_written(for_good=False))
 
     async def finish(self, ids: int) -> None:
-        """End the import, which has `ids` IDs. On return, the import is in force and durable. Raises the reason why it
-        is not in force, or OUTCOME_UNKNOWN."""
+        """End the import, which has `ids` IDs. When this returns, the import is in force and durable. Raises the reason
+        why it is not in force, or OUTCOME_UNKNOWN."""
         self._check()
         if ids != self._ids:
             raise error("INVALID_REQUEST", f"ids is {ids}, but {self._ids} have come")
@@ -533,8 +534,8 @@ class WindowImport(TopicImport[Topic]):
         topic = self._topic
         topic.check_serving()
         if topic.window is None:
-            why = f"topic {topic.name} is one of sequence IDs: no window of deduplication IDs goes into it"
-            raise error("INVALID_REQUEST", why, hint="Into such a topic `seqdedupe import` takes watermarks.")
+            why = f"topic {topic.name} is one of sequence IDs: a window of deduplication IDs cannot be imported into it"
+            raise error("INVALID_REQUEST", why, hint="Import watermarks into such a topic (`seqdedupe import`).")
         there = topic.newest_policy.imported
         if there is None and topic.next_index > 0:
             raise self._in_use("it has messages")
@@ -545,7 +546,7 @@ class WindowImport(TopicImport[Topic]):
         return error(
             "TOPIC_IN_USE",
             f"the window cannot be imported into topic {self._topic.name}: {why}",
-            hint="Import it into a topic that was just created, before anything is published.",
+            hint="Import the file into a newly created topic, before anything is published.",
         )
 
     async def _put_in_force(self, window: ImportedWindow) -> None:
@@ -568,7 +569,7 @@ class WindowImport(TopicImport[Topic]):
         begins = [0] * bool(len(self._last_id)) + [len(self._last_id)]
         offsets = np.concatenate((begins, len(self._last_id) + np.cumsum(block.sizes, dtype=np.int64)))
         if first_not_above(ids, offsets) >= 0:
-            why = "the deduplication IDs do not rise: a window is sorted by them, and has none twice"
+            why = "the deduplication IDs do not rise: a window is sorted by ID, and contains each ID once"
             raise error("INVALID_REQUEST", why)
         self._last_id = block.ids[len(block.ids) - int(block.sizes[-1]) :]
         self._digest.add(raw, rows)

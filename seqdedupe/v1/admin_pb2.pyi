@@ -30,8 +30,9 @@ class _TopicStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_TopicState
     """Never sent."""
     TOPIC_STATE_RECOVERING: _TopicState.ValueType  # 1
     """The topic's log is being read, or cannot be read at the moment. Publishes are refused with `RECOVERING`, and
-    readers receive the messages that are certain. Or nobody has used the topic since a start with very many topics, as
-    `why` then says. Such a topic is opened at its first use, and its content is not shown before.
+    readers receive the messages that are certain. Or the sidecar has started with very many topics, and nobody has
+    used this topic since the start; `why` then says this. Such a topic is opened at its first use. Its content is not
+    shown before that.
     """
     TOPIC_STATE_SERVING: _TopicState.ValueType  # 2
     """The topic accepts messages, and readers can read them."""
@@ -57,8 +58,9 @@ TOPIC_STATE_UNSPECIFIED: TopicState.ValueType  # 0
 """Never sent."""
 TOPIC_STATE_RECOVERING: TopicState.ValueType  # 1
 """The topic's log is being read, or cannot be read at the moment. Publishes are refused with `RECOVERING`, and
-readers receive the messages that are certain. Or nobody has used the topic since a start with very many topics, as
-`why` then says. Such a topic is opened at its first use, and its content is not shown before.
+readers receive the messages that are certain. Or the sidecar has started with very many topics, and nobody has
+used this topic since the start; `why` then says this. Such a topic is opened at its first use. Its content is not
+shown before that.
 """
 TOPIC_STATE_SERVING: TopicState.ValueType  # 2
 """The topic accepts messages, and readers can read them."""
@@ -363,7 +365,7 @@ class TopicPolicy(_message.Message):
     """The log is synced when this number of messages (1 or more) is written and not synced, or when
     `log_flush_interval_ms` has passed. With 1, the default, every commit is synced. With other values, publishers that
     request `early_receipts` receive receipts before the sync. A power cut may then remove messages with early
-    receipts, and if their producer has ended, these messages are lost. They are fewer messages than this number, from
+    receipts, and if their producer has ended, these messages are lost. They are fewer than this number, and are from
     the last `log_flush_interval_ms`. This cannot be set if the log is not the sidecar's own.
     """
     log_flush_interval_ms: _builtins.int
@@ -525,7 +527,9 @@ class Topic(_message.Message):
     snapshot_index: _builtins.int
     """The index at which the next recovery starts: the index after the messages that the last durable snapshot covers."""
     not_dup: _builtins.int
-    """The number of rows with this verdict since the topic was opened, which a start, an import and a rebuild do."""
+    """The number of rows with this verdict since the topic was opened. A start, an import and a rebuild open the topic
+    again.
+    """
     dup: _builtins.int
     """See `not_dup`."""
     unknown: _builtins.int
@@ -601,7 +605,7 @@ class Topic(_message.Message):
     """
     log_earlier: _builtins.int
     """The number of such entries that were stored before the topic had an owner. The highest sequence IDs of their
-    producers count, as far as Pulsar's client shows the IDs.
+    producers count.
     """
     may_lose_messages: _builtins.int
     """The most messages that can have an early receipt and not be durable, so that a power cut may remove them: fewer
@@ -751,12 +755,13 @@ class CreateTopicRequest(_message.Message):
     schema. The sidecar does not check the payloads.
     """
     take_over: _builtins.bool
-    """Makes a topic that Pulsar has, and that no sidecar made, a topic of the sidecar. Its messages stay. Each producer's
-    watermark is the highest sequence ID among its messages there. Only if the log is in Pulsar. `partitions` and
-    `policy` must be omitted (otherwise `INVALID_REQUEST`): the topic has the partitions that it has. Errors:
-    `TOPIC_NOT_FOUND`, `TOPIC_IN_USE` while producers are connected to it, `TOPIC_TERMINATED`, `UNSAFE_TOPIC_POLICY`,
-    `TOPIC_EXISTS` if it is a topic of the sidecar already. After these errors Pulsar's topic is as it was, except that
-    its policies may be safe now. The answer may have a topic that does not serve yet; its `why` says the reason.
+    """Takes over a Pulsar topic that no sidecar created: it becomes a topic of the sidecar, and keeps its messages. Each
+    producer's watermark is the highest sequence ID among the producer's messages in the topic. Only if the log is in
+    Pulsar. `partitions` and `policy` must be omitted (otherwise `INVALID_REQUEST`): the topic keeps its partitions.
+    Errors: `TOPIC_NOT_FOUND`, `TOPIC_IN_USE` while producers are connected to it, `TOPIC_TERMINATED`,
+    `UNSAFE_TOPIC_POLICY`, `TOPIC_EXISTS` if it is a topic of the sidecar already. After these errors Pulsar's topic is
+    as it was, except that its policies may be safe now. The answer may have a topic that does not serve yet; its `why`
+    says the reason.
     """
     @_builtins.property
     def policy(self) -> Global___TopicPolicy:

@@ -342,8 +342,8 @@ class AdminServiceServicer(object):
         has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
         flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
         a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
-        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
-        changed, and no session is fenced.
+        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`. After
+        `LOG_REFUSED` nothing has changed, and no session is fenced.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -468,8 +468,8 @@ class AdminServiceServicer(object):
         topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
         settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
         whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
-        `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
-        certain that the other sidecar does not have it.
+        `INVALID_ADDRESS`; `MOVE_FAILED`. After `MOVE_FAILED` this sidecar has the topic as before, or takes the topic back
+        as soon as it is certain that the other sidecar does not have the topic.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

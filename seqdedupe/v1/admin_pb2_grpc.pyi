@@ -91,8 +91,8 @@ class AdminServiceStub:
     has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
     flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
     a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
-    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
-    changed, and no session is fenced.
+    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`. After
+    `LOG_REFUSED` nothing has changed, and no session is fenced.
     """
     ListCursors: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]
     """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
@@ -163,8 +163,8 @@ class AdminServiceStub:
     topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
     settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
     whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
-    `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
-    certain that the other sidecar does not have it.
+    `INVALID_ADDRESS`; `MOVE_FAILED`. After `MOVE_FAILED` this sidecar has the topic as before, or takes the topic back
+    as soon as it is certain that the other sidecar does not have the topic.
     """
     TakeTopic: _grpc.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]
     """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
@@ -276,8 +276,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
     flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
     a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
-    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
-    changed, and no session is fenced.
+    `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`. After
+    `LOG_REFUSED` nothing has changed, and no session is fenced.
     """
     ListCursors: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListCursorsRequest, _admin_pb2.ListCursorsResponse]  # type: ignore[assignment]
     """Returns the named cursors of a topic, sorted by name. This call and the next two calls are only for topics on the
@@ -348,8 +348,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
     settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
     whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
-    `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
-    certain that the other sidecar does not have it.
+    `INVALID_ADDRESS`; `MOVE_FAILED`. After `MOVE_FAILED` this sidecar has the topic as before, or takes the topic back
+    as soon as it is certain that the other sidecar does not have the topic.
     """
     TakeTopic: _aio.UnaryUnaryMultiCallable[_admin_pb2.TakeTopicRequest, _admin_pb2.TakeTopicResponse]  # type: ignore[assignment]
     """Takes a topic that has no owner, and answers when this sidecar serves the topic. Sidecars call this on each other.
@@ -548,8 +548,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         has messages with these IDs. The call fences the producer's sessions at once, and waits until their messages in
         flight are settled. When the call is answered, the change is durable. A client that continues under the name opens
         a new session, and receives the new number. Only for topics on the sidecar's own log. Errors: `PRODUCER_NOT_FOUND`;
-        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`: then nothing has
-        changed, and no session is fenced.
+        `INVALID_REQUEST` if the number is not lower, or for a topic of deduplication IDs; `LOG_REFUSED`. After
+        `LOG_REFUSED` nothing has changed, and no session is fenced.
         """
 
     @_abc_1.abstractmethod
@@ -698,8 +698,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         topic. The call can be repeated. Neither sidecar accepts messages during the handover. Messages in flight are
         settled, or are sent again to the new owner, which knows their outcome. From a sidecar with an embedded log, the
         whole log is copied, most of it while the topic still accepts messages. Then `to` is required. Errors: `NOT_OWNER`,
-        `INVALID_ADDRESS`; `MOVE_FAILED`: then this sidecar has the topic as before, or takes it back as soon as it is
-        certain that the other sidecar does not have it.
+        `INVALID_ADDRESS`; `MOVE_FAILED`. After `MOVE_FAILED` this sidecar has the topic as before, or takes the topic back
+        as soon as it is certain that the other sidecar does not have the topic.
         """
 
     @_abc_1.abstractmethod

@@ -65,8 +65,8 @@ class PublishServiceStub:
        before, unless it is an answer of `Open`.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
-       had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
-       messages were durable at once or have become durable.
+       had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
+       its messages were durable at once or have become durable.
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
@@ -177,8 +177,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
        before, unless it is an answer of `Open`.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
-       had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
-       messages were durable at once or have become durable.
+       had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
+       its messages were durable at once or have become durable.
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
@@ -285,8 +285,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        before, unless it is an answer of `Open`.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
-       had no receipts. Their indexes and message IDs may then be different. For duty 6, only receipts count whose
-       messages were durable at once or have become durable.
+       had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
+       its messages were durable at once or have become durable.
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index

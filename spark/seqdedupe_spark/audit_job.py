@@ -1,6 +1,6 @@
 """Checks whether a topic contains each message once: `python -m seqdedupe_spark.audit_job TOPIC …`
 
-The audit reads each topic from its first stored message to the end that it has when the audit starts. It reports
+The audit reads each topic from the first stored message to the topic's end at the start of the audit. It reports
 exactly:
 
 - **doubled**: second copies of a (producer, sequence ID).
@@ -115,9 +115,9 @@ class Finding:
 class TopicReport:
     """A topic of sequence IDs, from its first stored message at `first_index` to before `end_index`.
 
-    `links` states which links can prove that a message is missing: "all", those "after_first" stored message of a
-    producer, or "none". `unlinked` counts the batches of a producer whose link was omitted: they prove nothing about
-    earlier messages.
+    `links` states which links can prove that a message is missing: "all", "after_first" (all links after the producer's
+    first stored message), or "none". `unlinked` counts the batches of a producer whose link was omitted: they prove
+    nothing about earlier messages.
     """
 
     topic: str
@@ -309,7 +309,8 @@ def _target(client: Client, listing: planning.TopicListing, topic: str) -> Targe
 
 
 def audit_targets(spark: SparkSession, targets: Sequence[Target], read: Read) -> AuditReport:
-    """Do the same as `audit`, with the batches that `read` returns for a range. Spark pickles `read`."""
+    """Do the same as `audit` for given targets. The function `read` returns the batches of a range, and must be
+    picklable for Spark."""
     by_id = [target for target in targets if target.is_by_id]
     reports: list[TopicReport | IdTopicReport] = [*_by_sequence(spark, targets, read), *_by_id(spark, by_id, read)]
     found = {one.topic: one for one in reports}
@@ -344,7 +345,7 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
 
 
 def _plan(spark: SparkSession, targets: Sequence[Target]) -> list[TopicRange]:
-    """Return ranges in the order of the targets, and of their messages."""
+    """Return ranges in the order of the targets. The ranges of a target are in the order of its messages."""
     whole = [TopicRange(target.topic, earliest(target.ends), target.ends.last) for target in targets]
     whole = [one for one in whole if len(one)]
     at_most = RANGES_PER_CORE * spark.sparkContext.defaultParallelism
@@ -391,8 +392,8 @@ def _judge(
 
 
 def _judged(rows: DataFrame, key: tuple[str, ...], judge: Callable[[Iterator[pa.RecordBatch]], J]) -> Iterator[J]:
-    """Yield the results of `judge` for the rows of each of Spark's partitions. Rows with the same key are together, in
-    the topic's order."""
+    """Yield the results of `judge` for the rows of each of Spark's partitions. Rows with the same key are in the same
+    partition, in the topic's order."""
 
     def decide(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         yield pa.record_batch({"judgement": [pickle.dumps(judge(batches))]})
@@ -409,8 +410,8 @@ def _on_workers(
     do: Callable[..., Iterator[pa.RecordBatch]],
     schema: pa.Schema,
 ) -> DataFrame:
-    """Return the rows that `do` yields for each of the works, in the order of the works. Each task receives only its
-    own works."""
+    """Run `do` for each item of `works` on Spark's workers. Return the yielded rows in the order of the items. A task
+    receives only its own items."""
 
     def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
@@ -514,7 +515,8 @@ def main(topics: tuple[str, ...], topics_pattern: str | None, as_json: bool, add
 
 
 def selection_of(topics: Sequence[str], pattern: str | None) -> Selection:
-    """Return the topics of these names, or those that match the pattern. Raises INVALID_OPTION, INVALID_TOPIC_NAME."""
+    """Return the topics with these names, or the topics that match the pattern. Raises INVALID_OPTION,
+    INVALID_TOPIC_NAME."""
     if pattern is None:
         return Selection("TOPICS", tuple(topic_name(topic) for topic in topics))
     try:

@@ -6,9 +6,9 @@ The job writes the highest sequence ID of each producer to a file of watermarks
 topic of deduplication IDs the job writes the IDs, as a window (`docs/internals/formats-window.md`). `seqdedupe import`
 imports either file into a new topic.
 
-A topic's watermarks come from the sidecar, which also knows the IDs of messages that retention has trimmed; they are no
-longer in the log. Parquet files may have any size. Spark groups and sorts, and the driver writes the producers as they
-arrive, one Spark partition at a time.
+A topic's watermarks come from the sidecar, and not from the log. The sidecar also knows the IDs of messages that
+retention has trimmed. Parquet files may have any size. Spark groups and sorts, and the driver writes the producers as
+they arrive, one Spark partition at a time.
 """
 
 import json
@@ -217,8 +217,8 @@ SEQUENCE_ID_COLUMN = "__sequenceId"
 def bootstrap_from_topic(client: Client, topic: str, output: Path) -> int:
     """Write the current watermarks of a topic. Return the number of producers.
 
-    Needs about 300 bytes of memory for each producer. Raises NotFoundError, UnavailableError, OSError; then no file is
-    written.
+    Needs about 300 bytes of memory for each producer. Raises NotFoundError, UnavailableError, OSError. After an error
+    no file is written.
     """
     producers = planning.patiently(lambda: client.admin.producers(topic))
     # A name that was opened, but has sent nothing, has no watermark.
@@ -298,8 +298,8 @@ def _grouped(
     """Yield each key, sorted by its bytes, with the lowest and the highest of its numbers, and with its text as
     returned by `shown`.
 
-    `columns` are the names of the columns: keys, numbers, and topics if there are any. Raises INVALID_SOURCE for nulls,
-    and for rows of several topics. Raises the errors of `shown` for an invalid key.
+    `columns` are the names of the columns with the keys, the numbers, and the topics if the files have topics. Raises
+    INVALID_SOURCE for nulls, and for rows of several topics. Raises the errors of `shown` for an invalid key.
     """
     of_keys, of_numbers, of_topics = columns
     found = (
@@ -344,7 +344,8 @@ def main(
 ) -> None:
     """Write each producer's highest sequence ID, or all deduplication IDs, to the file OUTPUT.
 
-    It writes IDs if the topic has deduplication IDs, or the files have such a column. `seqdedupe import` reads either.
+    The command writes deduplication IDs if the topic has such IDs, or the files have a column of such IDs. `seqdedupe
+    import` reads both kinds of files.
     """
     if bool(topic) == bool(parquet):
         raise click.UsageError("Give either --topic or --parquet.")

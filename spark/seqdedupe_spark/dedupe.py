@@ -1,5 +1,5 @@
-"""The duplicates that a topic contains, without Spark: the watermark rule, by which a job returns each message once,
-and the counts of an audit."""
+"""Finds the duplicates that a topic contains, without Spark. This module has the watermark rule, by which a job returns
+each message once, and the counts of an audit."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,7 +115,8 @@ class NumberedProducers:
 
 
 def grown(rows: Int64s, count: int, new: int | Int64s) -> Int64s:
-    """Return these rows, or at least twice as many if they are fewer than `count`. The added rows are `new`."""
+    """Return an array with at least `count` rows. If the given array has too few rows, return an array with at least
+    twice as many rows. The added rows are `new`."""
     if count <= len(rows):
         return rows
     more = np.empty((max(count - len(rows), len(rows), _FIRST_CAPACITY), *rows.shape[1:]), np.int64)
@@ -184,7 +185,7 @@ def summarise(number: int, stored: Iterable[StoredBatch]) -> pa.RecordBatch:
 
 def _add(of_batch: Int64s, batch: Batch, before: Int64s) -> Int64s:
     """Add a batch to the numbers of its producers. Return each producer's first row. Within a batch the IDs of a
-    producer rise."""
+    producer ascend."""
     ids, indexes, count = batch.sequence_ids, indexes_of(batch), len(of_batch)
     first_rows = np.empty(count, np.int64)
     first_rows[indexes[::-1]] = np.arange(len(ids))[::-1]
@@ -222,8 +223,8 @@ class Hole:
 
 @dataclass
 class Suspects:
-    """The producers of a range whose late messages must be judged, with the producers' numbers and the spans of IDs, in
-    columns."""
+    """The producers of a range that have late messages to be judged. The columns are the producers' numbers, and the
+    spans of their IDs."""
 
     names: list[bytes]
     numbers: Int64s
@@ -266,8 +267,8 @@ class TopicMerge:
         self._add_producers(numbers[is_first], {name: columns[name][is_first] for name in _PRODUCER_COLUMNS})
 
     def suspects(self) -> Iterator[Suspects | None]:
-        """Yield, for each range, what the second pass must search for; None if the second pass need not read the
-        range."""
+        """Yield, for each range, the `Suspects` for which the second pass must search. Yield None if the second pass
+        need not read the range."""
         is_suspect = self._table[:, LATE_HIGH] >= 0
         names = self.producers.names() if is_suspect.any() else []
         for numbers, before in self._before:

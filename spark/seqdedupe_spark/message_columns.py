@@ -1,4 +1,5 @@
-"""The columns of messages: their names and types, and Arrow batches of them, made from the log's own columns."""
+"""The columns of messages: the names and types of the columns, and the conversion of the log's columns to Arrow
+batches."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ class _Rows:
 
     @property
     def have_ids(self) -> bool:
-        """Whether the topic is one of deduplication IDs. Then its messages have neither producers nor sequence IDs."""
+        """Whether the topic has deduplication IDs. Messages of such a topic have neither producers nor sequence IDs."""
         return bool(self.stored[0].batch.deduplication_ids)
 
     def of_pulsar(self) -> list[StockBatch]:
@@ -145,7 +146,7 @@ class _Rows:
 
 
 def _array(kind: pa.DataType, column: Binary, count: int) -> pa.Array:
-    """Return the column, without a copy; all null if it is omitted."""
+    """Return the column without copying it. If the batch omits the column, return a column of nulls."""
     if not column:
         return pa.nulls(count, kind)
     validity = pa.py_buffer(column.validity) if column.validity else None
@@ -161,7 +162,7 @@ def _joined_numbers(columns: list[Int64s]) -> Int64s:
 
 
 def _bytes(columns: Iterable[Binary], rows: _Rows) -> pa.Array:
-    """Return the batches' values of a column, in one; all null if all batches omit it."""
+    """Return the values of a column of all batches as one array; all null if all batches omit the column."""
     columns = list(columns)
     if not any(columns):
         return pa.nulls(len(rows), pa.binary())
@@ -183,7 +184,8 @@ def _topics(rows: _Rows) -> pa.Array:
 
 @lru_cache(4)
 def _repeated(text: str, count: int) -> pa.Array:
-    """Return the repeated text. It is cached: most batches of a topic have one size, and often one producer."""
+    """Return an array that repeats the text. Results are cached, because most batches of a topic have the same size,
+    and often the same producer."""
     return pa.repeat(text, count)
 
 

@@ -1,8 +1,8 @@
 """The options of the data source and of the sink: text from a user is checked and converted to one object, which can be
 pickled.
 
-Begin with `parse`, or with `parse_sink`. Before them come the places in topics at which reading starts or stops
-(`Place`), and `advice`, the error text for an unknown option.
+Begin with `parse`, or with `parse_sink`. The first part of the file defines places in topics at which reading starts or
+stops (`Place`), and `advice`, the error text for an unknown option.
 """
 
 import difflib
@@ -36,8 +36,8 @@ _PARTITION = re.compile(r"\d{1,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class Time:
-    """The place of a publish time in a topic: before the first message published at or after this time. If there is no
-    such message, the place is the end of the topic when the place is resolved."""
+    """A place in a topic: before the first message that was published at or after this time. If no such message exists
+    when the place is resolved, the place is the end of the topic."""
 
     milliseconds: int
 
@@ -268,7 +268,7 @@ class Least:
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """The limits on what is read at once from all topics together. None means no limit."""
+    """The limits on the messages and bytes that a trigger reads from all topics together. None means no limit."""
 
     messages: int | None = None
     size_bytes: int | None = None
@@ -393,12 +393,12 @@ def url_of(path: str | os.PathLike[str]) -> str:
 
 
 def of_table(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the options of `CREATE TABLE … USING seqdedupe OPTIONS (…)`, if `given` are the options of a table."""
+    """If `given` are the options of a table, return the options in `CREATE TABLE … USING seqdedupe OPTIONS (…)`."""
     return {name.removeprefix(_OF_TABLE): value for name, value in given.items() if name.startswith(_OF_TABLE)}
 
 
 def check_shows_no_secret(of_table: Mapping[str, str]) -> None:
-    """Raise INVALID_OPTION if a table's options have a token: the catalog shows them."""
+    """Raise INVALID_OPTION if a table's options contain a token, because the catalog shows a table's options."""
     given = next((value for name, value in of_table.items() if name.lower() == _CREDENTIALS.lower()), "")
     if given.strip().startswith("token:"):
         raise error(

@@ -1,4 +1,5 @@
-"""Plans what to read: the topics, their starts and ends, lost data, and the ranges of a batch within its limits."""
+"""Plans the ranges that a batch reads: selects the topics, finds their starts and ends, detects lost data, and applies
+the limits of a batch."""
 
 import logging
 import math
@@ -42,9 +43,9 @@ _GO_ON = "To continue with what is left, set failOnDataLoss to false (a reader j
 class Loss:
     """The reason why reading a topic cannot continue after a position.
 
-    `next` is the position after which reading can continue with the messages that are still stored. It is None if the
-    topic does not exist, or if reading would go back: a topic that ends before the position will reach the position
-    again, with other messages at the same indexes.
+    `next` is the position after which reading can continue with the messages that are still stored. `next` is None if
+    the topic does not exist, or if the topic ends before the position. In the second case reading would have to go
+    back, because later the topic will have other messages at the same indexes.
     """
 
     topic: str
@@ -269,8 +270,8 @@ class TopicListing:
         partitions of a partitioned topic.
 
         A pattern is compared with whole names, full or short, with or without `-partition-3`. A pattern that matches no
-        topic is valid. Topics in `known` are already being read, and count as existing. If a name stood for the
-        partitions in `known`, the name still stands for them after a topic with that name is created. Raises
+        topic is valid. Topics in `known` are already being read, and count as existing. If a name stood for partitions
+        in `known`, the name still stands for these partitions, even if a topic with that name was created since. Raises
         NotFoundError if a named topic, or a partition of a named topic, is missing.
         """
         known = set(known)
@@ -332,8 +333,8 @@ class TopicListing:
 
     def hold(self, topic: str, position: Position | None = None) -> bool:
         """Make the job's subscription keep the messages of a topic that no sidecar writes: all messages, or the entry
-        of a position and all later entries. Return whether the subscription was missing: then messages may have been
-        lost since the topic was listed."""
+        of a position and all later entries. Return whether the subscription was missing. If it was missing, messages
+        may have been lost since the topic was listed."""
         client = self._client
         if not isinstance(client, Holder) or not isinstance(found := self.ends(topic), StockEnds):
             return False
@@ -364,9 +365,9 @@ class TopicListing:
     def resolve(self, names: Iterable[str], place: Place, option: str) -> dict[str, Position]:
         """Convert a place to a position in each of these topics.
 
-        In a mapping, the name of a partitioned topic stands for those of its partitions that are not in the mapping.
-        Raises ConfigurationError (INVALID_OPTION) unless the mapping contains exactly these topics, NotFoundError for a
-        topic that does not exist, PositionError for an index after a topic's end.
+        In a mapping, the name of a partitioned topic stands for all partitions of the topic that the mapping does not
+        name. Raises ConfigurationError (INVALID_OPTION) unless the mapping contains exactly these topics, NotFoundError
+        for a topic that does not exist, PositionError for an index after a topic's end.
         """
         names = list(names)
         if isinstance(place, Mapping):

@@ -66,7 +66,7 @@ def message_id_at(
 
 def _next_batch(reader: blocking.Reader) -> StoredBatch | None:
     """Return the next batch of a reader that may not have begun yet. The planner of the range has reached the sidecar.
-    So if another server answers, the address is not wrong, and the reader waits."""
+    So if a server that is not a sidecar answers, the address is still correct, and the reader waits for the sidecar."""
     backoff = Backoff(0.02, 1.0)
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:

@@ -1,8 +1,9 @@
 """A job's task: it reads a range, transforms the messages, and writes rows and position in one transaction.
 
 This module does not depend on Spark. A range takes effect once, in any process and after any number of attempts, even
-if attempts run at the same time or after a kill -9. Begin with `RangeTask._run`. Before the task come the dead letters,
-which the task stores; after the task comes the search for the message that the store has refused.
+if attempts run at the same time or after a kill -9. Begin with `RangeTask._run`. The classes above `RangeTask` handle
+the dead letters that the task stores. The functions below `RangeTask` search for the message that the store has
+refused.
 """
 
 import traceback
@@ -64,8 +65,8 @@ MessageKey = tuple[str, bytes]
 
 @dataclass
 class DeadLetterRows:
-    """The dead letters of one transaction while it is attempted. Messages that the store refused in an earlier attempt
-    are remembered."""
+    """The dead letters of one transaction, over all attempts of the transaction. Contains the messages that the store
+    refused in earlier attempts."""
 
     job: str
     most: int
@@ -233,8 +234,8 @@ class RangeTask:
     error."""
 
     def run(self, steps: Sequence[RangeStep]) -> TaskReport:
-        """Commit the steps in one transaction, unless they have been committed already. If there is an error, the
-        report contains it."""
+        """Commit the steps in one transaction, unless they have been committed already. After an error, the report
+        contains the error."""
         try:
             with self.output.store() as store:
                 return self._run(store, steps)
@@ -550,7 +551,7 @@ def find_refused(take: Take, batches: Iterable[pa.RecordBatch], *, ended: bool) 
         found = [(one, why) for one in suspects if (why := refuses(one.rows)) is not None]
         if len(found) == len(suspects):
             first, why = found[0]
-            what = f"{why.message}; the row is refused alone too"
+            what = f"{why.message}; the row is also refused when it is alone"
             return error("INVALID_OUTPUT", what, hint=why.hint, batch=first.batch, row=first.row)
         suspects = [one for one, _ in found]
     return None
@@ -610,8 +611,8 @@ def _cells(rows: pa.RecordBatch | None, row: int) -> list[str]:
 
 
 def naming_by_id(failure: SeqdedupeError, topic: str, first: MessageId, last: MessageId) -> SeqdedupeError:
-    """Return the failure for messages without indexes. One of the messages from `first` to `last` caused the
-    failure."""
+    """Return the failure for messages without indexes. The failure names `first` and `last`: one of the messages in
+    this range is the cause."""
     if first != last:
         return _named(failure, topic, f"the message is one of those from {first} to {last} of {topic}")
     return _named(failure, topic, f"the message is {first} of {topic}", message_id=first)

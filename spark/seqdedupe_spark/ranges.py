@@ -73,14 +73,15 @@ PACKED_RANGES = 32
 
 
 def shares(there: list[int], limit: int) -> list[int]:
-    """Return the shares of the limit, in proportion to `there`, at least 1 each."""
+    """Divide the limit in proportion to the numbers in `there`. Each share is at least 1."""
     rest, more = max(limit - len(there), 0), max(sum(there) - len(there), 1)
     return [1 + rest * (one - 1) // more for one in there]
 
 
 def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list[TopicRange]:
-    """Divide the ranges into at least `parts` ranges with the same messages, if there are enough messages, and with at
-    most `most` messages each. Each range is divided evenly. A range whose entries are counted is not divided."""
+    """Divide the ranges into at least `parts` smaller ranges with the same messages, if there are enough messages. Each
+    smaller range has at most `most` messages. Each range is divided evenly. A range in a topic that no sidecar writes
+    is not divided."""
     messages = sum(len(one) for one in ranges)
 
     def pieces(one: TopicRange) -> int:
@@ -99,8 +100,8 @@ def split(ranges: list[TopicRange], parts: int, most: int | None = None) -> list
 
 
 def cut(whole: TopicRange, first: int, stop: int) -> TopicRange:
-    """Return the messages from number `first` to before number `stop` of a range. Where the range is cut, positions
-    contain only an index."""
+    """Return the part of a range from message number `first` to the message before number `stop`. The position at a cut
+    contains only an index."""
     start = Position.before(whole.incarnation, whole.first_index + first) if first else whole.start
     end = Position.before(whole.incarnation, whole.first_index + stop) if stop < len(whole) else whole.end
     return TopicRange(whole.topic, start, end)

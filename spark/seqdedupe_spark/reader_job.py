@@ -343,8 +343,8 @@ def _stream(
     progress: Progress,
 ) -> None:
     """Run the job as a streaming query that only decides when to read. At each tick of the query, the job reads all
-    messages after the stored positions. The checkpoint does not matter: messages that it counts as read, but that are
-    not in the database, are read before, during or after the query."""
+    messages after the stored positions. The content of the checkpoint does not matter. If the checkpoint lists messages
+    as read that are not in the database, the job still reads these messages."""
     clock = {name: value for name, value in given.items() if name in _CLOCK_OPTIONS or name.startswith(_CLIENT)}
     clock |= {"startingOffsets": "earliest", "failOnDataLoss": "false"}
 

@@ -89,7 +89,7 @@ class TopicStanding(NamedTuple):
 
     @property
     def lag(self) -> int:
-        """The number of messages still to be read, or of entries if entries are counted."""
+        """The number of messages still to be read. For a topic that no sidecar writes: the number of entries."""
         return self.end.index - self.stored.position.index if self.entries is None else self.entries
 
     def after(self, step: RangeStep) -> "TopicStanding":
@@ -102,7 +102,8 @@ class TopicStanding(NamedTuple):
 class Positions:
     """The positions of one job, for one run of the job.
 
-    The object remembers the stored positions and the ends of the topics that it has seen. None of them may go back.
+    The object remembers the stored positions and the ends of the topics that it has seen. No position and no end may
+    move back.
     """
 
     job: str
@@ -170,7 +171,7 @@ class Positions:
         return [RangeStep(span, standings[span.topic].stored.epoch) for span in planned]
 
     def committed(self, step: RangeStep) -> None:
-        """Note a committed step. Call this for each step."""
+        """Record a committed step. Call this for each step."""
         self.seen[step.range.topic] = Stored(step.range.end, step.epoch)
 
     def _check_against_seen(self, stored: dict[str, Stored]) -> None:
@@ -229,7 +230,7 @@ class Positions:
                 return self._look_at(listing, store, topic, stored)
             self._check_end(topic, found)
             entries = listing.range(topic, stored.position, found).entries
-            # The same place may have two names: after all of a ledger, and before the next one.
+            # The same place may have two descriptions: after the last entry of a ledger, and before the next ledger.
             return TopicStanding(stored, stored.position if entries == 0 else found, entries)
         if self.source.fail_on_data_loss or not found.may_be_accepted:
             raise found.error()
@@ -257,8 +258,8 @@ class Positions:
 
 def _is_before(now: Stored, before: Stored) -> bool:
     """Return whether an earlier stored position is above the current stored position. Positions of two incarnations
-    have no order: another run may have moved on to the next incarnation. If it has not, the position does not fit the
-    topic."""
+    have no order, because another run may have moved on to the next incarnation. If no run has done so, the position
+    does not fit the topic."""
     return now.position.incarnation == before.position.incarnation and now.position.index < before.position.index
 
 
@@ -337,7 +338,7 @@ def _before_index(topic: str, text: str, ends: Ends) -> Position:
 
 
 def _completed(client: planning.PlanningClient, topic: str, position: Position) -> Position:
-    """Return the complete position of its message: a message ID alone fits every history of the topic.
+    """Return the complete position of the message. A message ID alone would fit every history of the topic.
 
     Raises POSITION_DIVERGED if the topic has a different message there.
     """
@@ -427,8 +428,9 @@ class ReaderJob:
     `transform` converts a RecordBatch of messages to a RecordBatch of rows, row by row. It is first called with a batch
     without rows, to determine the columns. Without `transform` the messages are written unchanged.
 
-    An object belongs to one thread, except for `stop`. The first round raises ConfigurationError (INVALID_OPTION,
-    INVALID_OUTPUT, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) before it reads any message.
+    An object belongs to one thread, except for `stop`. For an invalid configuration, the first round raises
+    ConfigurationError (INVALID_OPTION, INVALID_OUTPUT, UNSUPPORTED_STORE, JOB_CHANGED, OUTPUT_MISSING) before it reads
+    any message.
     """
 
     def __init__(self, spark: SparkSession | None, config: JobConfig, transform: Transform | None = None) -> None:
@@ -462,10 +464,10 @@ class ReaderJob:
         `total`.
 
         If the database or the sidecar is unavailable, this waits, also at the start, and logs the reason. With `follow`
-        or `patient` the wait has no time limit. Otherwise only the wait for a topic that is recovering has none. Raises
-        UnavailableError if rounds have failed for GIVE_UP_SECONDS. Errors that another attempt cannot fix are raised at
-        once. At the start, these include a database that does not exist or refuses the user. Committed rows stay:
-        another run continues after them.
+        or `patient` the wait has no time limit. Otherwise only the wait for a recovering topic has no time limit.
+        Raises UnavailableError if rounds have failed for GIVE_UP_SECONDS. Errors that another attempt cannot fix are
+        raised at once. At the start, these include a database that does not exist or refuses the user. Committed rows
+        stay: another run continues after them.
         """
         with self.activity.life():
             return self._run(follow, patient, trigger_seconds, on_round)
@@ -562,8 +564,8 @@ class ReaderJob:
         return [report.failure for report in reports if report.failure is not None]
 
     def _round_at_last(self, *, patient: bool) -> Round | None:
-        """Run a round. Repeat it after failures that another attempt should fix; with `patient`, without a time limit.
-        Return None if the job was asked to stop before a round succeeded."""
+        """Run a round. Repeat the round after failures that another attempt should fix. With `patient`, repeat it
+        without a time limit. Return None if the job was asked to stop before a round succeeded."""
         backoff, waiting = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS), WaitingLine()
         began = time.monotonic()
         while True:
@@ -607,7 +609,7 @@ class ReaderJob:
             if config.max_dead_letters is not None and not store.keeps_dead_letters:
                 raise error("UNSUPPORTED_STORE", "dead letters: this store cannot write to two tables at once")
             if config.deduplicate:
-                # Before the job is bound to it for good.
+                # Check this before the job is permanently bound to the table.
                 self._positions.check_have_producers(self._client, self._stopping.is_set)
             self._positions.bind(store, Binding(config.table, config.deduplicate), schema)
             if config.max_dead_letters is not None:
@@ -621,8 +623,8 @@ def run_tasks(
 ) -> list[TaskReport]:
     """Run `run` on every group of steps, and return the reports. Small groups share a Spark task.
 
-    The data for the tasks is part of their closure, both on a classic session and over Spark Connect. Errors that
-    another attempt cannot fix are returned in the reports, as values.
+    The closure of the tasks contains their data, both on a classic session and over Spark Connect. Errors that another
+    attempt cannot fix are returned in the reports, as values.
     """
     parts = packed([sum(len(step.range) for step in group) for group in groups])
 

@@ -70,8 +70,8 @@ def ids_of(topics: pa.Array, incarnations: pa.Array, indexes: pa.Array, ordinals
 
 
 class SeenIdentities:
-    """The identities that a task has seen from each source, as runs of numbers. They need almost no memory if rows
-    arrive in order, otherwise 16 bytes for each row."""
+    """The identities that a task has seen from each source, stored as runs of numbers. Rows that arrive in order need
+    almost no memory. Other rows need 16 bytes each."""
 
     def __init__(self) -> None:
         self._runs: dict[Source, Int64s] = {}
@@ -83,7 +83,7 @@ class SeenIdentities:
 
     def add(self, topics: pa.Array, incarnations: Int64s, indexes: Int64s, ordinals: Int64s) -> None:
         """Add rows. Raises INVALID_REQUEST for numbers out of range. Raises AMBIGUOUS_IDENTITY for an identity that has
-        occurred before; some of these are detected only later."""
+        occurred before. Some repeated identities are detected only by `merged`."""
         for what, column, most in ((("__index"), indexes, MAX_INDEX), ("__ordinal", ordinals, MAX_ORDINAL)):
             if len(bad := np.flatnonzero((column < 0) | (column > most))):
                 raise error("INVALID_REQUEST", f"{what} is {column[bad[0]]}: it should be 0 to {most}")
@@ -126,8 +126,8 @@ def check_apart(of_tasks: Iterable[dict[Source, bytes]]) -> None:
 
 
 def merged(source: Source, several: list[Int64s]) -> Int64s:
-    """Return the runs, each with its first and last number, joined and in ascending order. Raises AMBIGUOUS_IDENTITY if
-    two overlap."""
+    """Join the runs, and return them in ascending order, each with its first and last number. Raises AMBIGUOUS_IDENTITY
+    if two runs overlap."""
     runs = np.concatenate(several)
     if len(runs) < 2:
         return runs

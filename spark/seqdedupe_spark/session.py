@@ -91,9 +91,10 @@ def start_session(name: str, master: str | None = None) -> SparkSession:
 def register(spark: SparkSession) -> None:
     """Register the data source `seqdedupe` with a session, so that Spark need not search for it.
 
-    Spark reads with separate Python processes. On a local master they run this Python, unless `PYSPARK_PYTHON` or
-    `spark.pyspark.python` names another one; otherwise they run the `python3` of the `PATH`. Over Spark Connect the
-    server decides. Raises INVALID_CONFIGURATION if that Python, on the driver, does not have this package.
+    Spark reads with separate Python processes. On a local master, these processes run the Python of this program,
+    unless `PYSPARK_PYTHON` or `spark.pyspark.python` names another Python. On other masters, they run the `python3` of
+    the `PATH`. Over Spark Connect, the server selects the Python. Raises INVALID_CONFIGURATION if that Python, on the
+    driver, does not have this package.
     """
     if isinstance(spark, SparkSession):
         context = spark.sparkContext

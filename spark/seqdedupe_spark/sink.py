@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -83,7 +82,7 @@ PLANNED = "seqdedupe-sink"
 
 def began(location: str | None) -> Began:
     """Return the batch that is now planned, which is the last batch in the checkpoint's log. Its rows may have been
-    written since it was logged. Also leave the mark that this batch was planned."""
+    written since it was logged. Also write a mark to record that this batch was planned."""
     checkpoint = None if location is None else folder_of(location)
     logged = [] if checkpoint is None else _numbers(checkpoint / "offsets")
     if checkpoint is None or not logged:
@@ -95,8 +94,9 @@ def began(location: str | None) -> Began:
 
 
 def _is_new(checkpoint: Path, batch: int) -> bool:
-    """Return whether it is certain that no process has written rows of the batch. That is so if the last mark belongs
-    to the previous batch. This call has then left the mark of this batch, durable before any row is sent."""
+    """Return whether it is certain that no process has written rows of the batch. It is certain if the last mark
+    belongs to the previous batch. In this case, this call writes the mark of this batch, which is durable before any
+    row is sent."""
     folder = checkpoint / PLANNED
     try:
         folder.mkdir(exist_ok=True)
@@ -231,9 +231,7 @@ class _Targets:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for publisher in self._publishers.values():
             run(publisher.close)
 
@@ -244,8 +242,8 @@ class _Targets:
         found = look(self._client, topic)
         if self._check:
             self._began.check(found)
-        # For partitions this would take one call each. So there, a row sent again after a lost connection counts as
-        # there before.
+        # For partitions this would take one call per partition. So in a partitioned topic, a row that is sent again
+        # after a lost connection counts as already stored before.
         self._ends[topic] = _NO_END if found.partitions else found.last.index
 
         async def opened() -> Publisher:
@@ -263,7 +261,8 @@ class _Targets:
         self._size_bytes += frame.size_bytes
 
     def is_idle(self) -> bool:
-        """Whether nothing is in flight. Then a caller with rows need not wait for more rows."""
+        """Whether no frame is in flight. In this case, a caller need not wait for more rows before it sends its
+        rows."""
         return not self._under_way or self._under_way[-1].future.done()
 
     def flush(self) -> None:
@@ -284,8 +283,8 @@ class _Targets:
 
 
 async def _send(publisher: Publisher, frame: SinkFrame) -> BatchResult:
-    """Send a frame. `look` has reached the sidecar before. So if another server answers the publisher's first call, the
-    address is not wrong, and the call is repeated for PATIENCE_SECONDS."""
+    """Send a frame. `look` has reached the sidecar before. So if a server that is not a sidecar answers the first call,
+    the address is still correct. The call is then repeated for PATIENCE_SECONDS."""
     waiting = WaitingLine()
     give_up_at = time.monotonic() + PATIENCE_SECONDS
     while True:

@@ -1,8 +1,8 @@
-"""The PySpark data source `seqdedupe`: a topic's messages as a DataFrame, all at once or as a stream. It also contains
-the sink.
+"""The PySpark data source `seqdedupe`: it reads a topic's messages into a DataFrame, as a batch or as a stream. It also
+contains the sink.
 
-Begin with `SeqdedupeDataSource`, which Spark creates. Before it come the offsets that a streaming query stores in its
-checkpoint. After it come the readers, and the delay of triggers.
+Begin with `SeqdedupeDataSource`, which Spark creates. The file first defines the offsets that a streaming query stores
+in its checkpoint. The readers and the delay of triggers follow after `SeqdedupeDataSource`.
 """
 
 import logging
@@ -50,8 +50,8 @@ from seqdedupe_spark.sink import BatchWriter, Began, SinkTask, StreamWriter, beg
 #
 # An offset is a position for each topic, after the last message of the batch: `{"TOPIC": "POSITION"}`. If the batch is
 # the first to read a topic, `"starts"` has the position before its first message, in the same form. Spark logs only the
-# ends of batches. To repeat its first batch it asks for the start once more. By then `latest`, a time, or the first
-# message that retention has left is another place.
+# ends of batches. To repeat its first batch it asks for the start once more. By then, `latest`, a time, or the first
+# remaining message may be a different place.
 
 Offsets = dict[str, Any]
 
@@ -80,8 +80,8 @@ def positions_in(offset: Offsets) -> dict[str, Position]:
 
 
 def starts_in(before: Offsets, offset: Offsets) -> dict[str, Position]:
-    """Return the positions at which the batch between two offsets starts, for each topic for which the offsets contain
-    a start. Raises INVALID_POSITION."""
+    """Return the start positions in the offsets of a batch, by topic. The result omits topics for which the offsets
+    contain no start. Raises INVALID_POSITION."""
     return _parsed(offset.get(_STARTS) or {}) | positions_in(before)
 
 
@@ -119,7 +119,8 @@ class SeqdedupeDataSource(DataSource):
         return schema
 
     def _parsed(self, schema: StructType) -> Options:
-        """Return the options. For a table: the options with which it was created, and those of the query."""
+        """Return the options. For a table, combine the options with which the table was created, and the options of the
+        query."""
         given: dict[str, str] = next(
             (field.metadata[_OPTIONS] for field in schema if _OPTIONS in (field.metadata or {})), {}
         )
@@ -204,7 +205,7 @@ class _Reading:
     def ranges(
         self, listing: TopicListing, starts: Mapping[str, Position], ends: Mapping[str, Position]
     ) -> list[TopicRange]:
-        """Return the ranges between the positions, as far as the messages are still stored."""
+        """Return the ranges between the positions. Omit messages that are no longer stored."""
         ranges = []
         for topic, end in ends.items():
             start = starts[topic]
@@ -238,7 +239,7 @@ class _Reading:
         return [InputPartition([ranges[number] for number in part]) for part in parts]
 
     def accept(self, loss: Loss) -> None:
-        """If data loss is accepted, report once what is skipped. Otherwise raise the loss."""
+        """If data loss is accepted, report the skipped messages once. Otherwise raise the loss as an error."""
         if self.options.fail_on_data_loss or not loss.may_be_accepted:
             raise loss.error()
         if loss.message not in self._told:
@@ -255,7 +256,7 @@ class _Reading:
                 yield from self._read_what_is_left(one)
 
     def _read_what_is_left(self, range: TopicRange) -> Iterator[pa.RecordBatch]:
-        """Yield the messages of a range, and skip messages that are lost during the read."""
+        """Yield the messages of a range. Skip the messages that are lost while the range is read."""
         start: Position | None = range.start
         options = self.options
         while start is not None and start.incarnation == range.incarnation and start.index < range.end.index:
@@ -298,7 +299,8 @@ class Delaying:
     """The time when a trigger last read messages."""
 
     def waits(self, messages: int, now_seconds: float) -> bool:
-        """Return whether a trigger postpones this number of messages. Otherwise note that the trigger reads them."""
+        """Return whether a trigger postpones this number of messages. If the trigger reads the messages instead, record
+        this."""
         if messages < self.least.messages and now_seconds - self.taken_at_seconds < self.least.delay_seconds:
             return True
         if messages:
@@ -393,7 +395,7 @@ class StreamReader(_Reading, DataSourceStreamReader, SupportsTriggerAvailableNow
         if start == NOTHING_YET and self.options.starting != "earliest":
             raise error(
                 "INVALID_POSITION",
-                f"the checkpoint, of an older version, does not say where its first batch starts in {topic}",
+                f"the checkpoint, written by an older version, does not contain the first batch's start in {topic}",
                 hint="No batch of this checkpoint is complete. Start with a new checkpoint, and set startingOffsets.",
             )
         return Position.start(incarnation)

@@ -27,7 +27,7 @@ def index_of(entry: MessageId) -> int:
     have."""
     if entry.ledger_id >= 1 << 32 or entry.entry_id >= _NO_ENTRY:
         hint = "Give the message ID of a message that the topic has."
-        raise error("INVALID_POSITION", f"{entry} is beyond what a position holds", hint=hint)
+        raise error("INVALID_POSITION", f"{entry} is too large for a position", hint=hint)
     return entry.ledger_id << _ENTRY_BITS | entry.entry_id
 
 
@@ -52,7 +52,7 @@ def parse(text: str) -> Position:
 
 
 def given(position: Position) -> Position:
-    """Return the position in such a topic that a user means by `position`. The user may have given a message ID. Raises
+    """Convert a position that a user has entered, which may be a message ID, to a position in such a topic. Raises
     INVALID_POSITION."""
     message_id = position.message_id
     if message_id is None:
@@ -134,12 +134,12 @@ class StockEnds:
         return None
 
     def _kept_from(self, ledger_id: int) -> bool:
-        """Return whether everything from the beginning of this ledger on still exists. The ledger has no entry or was
-        removed."""
+        """Return whether all entries from the beginning of this ledger on still exist. The ledger itself is empty or
+        was removed."""
         if ledger_id >= self.first_ledger:
             return True
-        # A ledger without entries goes when its topic is loaded again. A subscription that has released nothing shows
-        # this.
+        # Pulsar removes a ledger without entries when the topic is loaded again. A subscription that has released no
+        # entry shows this.
         let_go = self.let_go
         return let_go is not None and let_go.entry_id < 0 and let_go.ledger_id <= self.first_ledger
 

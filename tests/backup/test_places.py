@@ -70,7 +70,7 @@ async def test_one_that_is_not_as_it_was_written_is_not_good(tmp_path: Path) -> 
     assert "is missing" in place.look(NAMES[0], reads_all=False).problem
     (tmp_path / "moved").rename(file)
     (whole / MANIFEST_FILE).unlink()
-    assert place.look(NAMES[0], reads_all=False).problem.startswith(f"{NAMES[0]} is no backup")
+    assert place.look(NAMES[0], reads_all=False).problem.startswith(f"{NAMES[0]} is not a backup")
     assert good(place) == []
 
 

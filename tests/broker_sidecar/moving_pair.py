@@ -120,7 +120,7 @@ def answers_late(one: One, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Eve
     """The answers to whether a topic that it moved away is known elsewhere come late: an event that tells that there is
     one, and one that lets it hear."""
     answered, heard = asyncio.Event(), asyncio.Event()
-    ask = one.leaving._others.ask
+    ask = one.leaving.others.ask
 
     async def late(address: str, name: str, request: Any, seconds: float) -> Any:
         answer = await ask(address, name, request, seconds)
@@ -129,7 +129,7 @@ def answers_late(one: One, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Eve
             await heard.wait()
         return answer
 
-    monkeypatch.setattr(one.leaving._others, "ask", late)
+    monkeypatch.setattr(one.leaving.others, "ask", late)
     return answered, heard
 
 

@@ -497,7 +497,7 @@ async def test_one_that_comes_back_is_in_doubt_and_both_start_again(
         async def nothing(*_: Any) -> Any:
             raise error("UNREACHABLE", "planted")
 
-        m.setattr(two.new.leaving._others, "ask", nothing)
+        m.setattr(two.new.leaving.others, "ask", nothing)
         if fails_at == "before it is sent":
             m.setattr(Giving, "end", at_await(Giving.end, 1, lost))
         elif fails_at == "in the store":
@@ -545,8 +545,8 @@ async def test_an_answer_that_comes_when_the_topic_has_come_back_removes_nothing
 
 
 async def test_a_defect_in_asking_ends_nothing(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = two.old.leaving._others.ask
-    monkeypatch.setattr(two.old.leaving._others, "ask", at_await(ask, 1, defect))
+    ask = two.old.leaving.others.ask
+    monkeypatch.setattr(two.old.leaving.others, "ask", at_await(ask, 1, defect))
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
     assert await two.the_owner() is two.new
 
@@ -773,13 +773,13 @@ async def test_whoever_publishes_is_told_where_the_topic_went(two: Pair) -> None
 
 async def test_one_that_has_come_stays_until_the_old_one_has_heard(two: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = asyncio.Event()
-    ask = two.old.leaving._others.ask
+    ask = two.old.leaving.others.ask
 
     async def late(*arguments: Any) -> Any:
         await heard.wait()
         return await ask(*arguments)
 
-    monkeypatch.setattr(two.old.leaving._others, "ask", late)
+    monkeypatch.setattr(two.old.leaving.others, "ask", late)
     moving = asyncio.ensure_future(two.old.client.admin.move_topic(TOPIC, two.new.address))
     await until(two.new.serves)
     made = incarnation(two.new)
@@ -808,14 +808,14 @@ async def test_the_old_copy_goes_when_the_new_one_serves_and_not_before(
     made = incarnation(two.old)
     with monkeypatch.context() as m:
         m.setattr(departures, "TAKE_SECONDS", 1.0)
-        ask = two.old.leaving._others.ask
+        ask = two.old.leaving.others.ask
 
         async def told(address: str, name: str, request: Any, seconds: float) -> Any:
             answer = await ask(address, name, request, seconds)
             answer.is_serving = False
             return answer
 
-        m.setattr(two.old.leaving._others, "ask", told)
+        m.setattr(two.old.leaving.others, "ask", told)
         await two.old.client.admin.move_topic(TOPIC, two.new.address)
         assert two.old.segments(made)
         await two.old.stop()
@@ -833,14 +833,14 @@ async def test_another_data_directory_at_that_address_says_nothing(
 ) -> None:
     with monkeypatch.context() as m:
         m.setattr(departures, "TAKE_SECONDS", 0.2)
-        ask = two.old.leaving._others.ask
+        ask = two.old.leaving.others.ask
         asked = asyncio.Event()
 
         async def late(*arguments: Any) -> Any:
             await asked.wait()
             return await ask(*arguments)
 
-        m.setattr(two.old.leaving._others, "ask", late)
+        m.setattr(two.old.leaving.others, "ask", late)
         assert await reason_of(two.old.client.admin.move_topic(TOPIC, two.new.address)) == "MOVE_FAILED"
         assert two.new.serves()
         await two.new.stop()

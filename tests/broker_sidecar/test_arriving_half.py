@@ -16,7 +16,7 @@ from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.embedded.log_folder import ARRIVING, Arrival
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import listing
+from seqdedupe.topic import directory
 from seqdedupe.topic.lives import TopicRecords
 from seqdedupe.transfer.stored_records import IncomingSnapshot
 from tests.broker_sidecar.moving_messages import (
@@ -264,8 +264,8 @@ async def test_one_that_does_not_come_back_says_where_it_is_also_if_nobody_had_u
     await publishing.make()
     await publishing.new("p", range(BEFORE))
     await two.old.client.admin.move_topic(TOPIC, two.new.address)
-    monkeypatch.setattr(listing, "OPENED_AT_START", 0)
-    monkeypatch.setattr(listing, "APART_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(directory, "OPENED_AT_START", 0)
+    monkeypatch.setattr(directory, "APART_SECONDS", LIMIT_SECONDS)
     await two.old.restart()
     assert len(two.old.topics.waiting) == 1
 

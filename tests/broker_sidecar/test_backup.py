@@ -112,7 +112,7 @@ def restored(at: At, name: str, to: Path) -> Sidecar:
 def test_at_random_moments_under_load(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     seed = pytestconfig.getoption("randomly_seed", 1)
     print("seed", seed)
-    round_(tmp_path, 8, seed)
+    round_(tmp_path, 4, seed)
 
 
 def meanwhile(at: At, pause: Pause, bug: str = "") -> admin_pb2.BackupResponse:

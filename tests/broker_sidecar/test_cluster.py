@@ -25,9 +25,7 @@ async def near(folder: Path, own: str, sidecars: str) -> set[str]:
     }
     with closing(Store.open(folder)) as store:
         cluster = LogCluster(load(None, {}, keys), store)
-        found = {topic for topic in TOPICS if cluster.is_near(topic)}
-        await cluster.close()
-        return found
+        return {topic for topic in TOPICS if cluster.is_near(topic)}
 
 
 async def test_the_two_that_clients_try_first_do(tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
         {"authentication": "token", "token_keys_file": "keys.json", "token_audience": "seqdedupe"},
     ),
     "TLS on two sockets": ("tls_certificate_file", TLS | {"listen": "unix:/run/x.sock", "also_listen": "unix:/run/y"}),
+    "a door of a broker": ("pulsar_listen", {"pulsar_listen": "127.0.0.1:6651", "log": "broker"}),
+    "a door of a shard that is everywhere": (
+        "advertised_pulsar_address",
+        {"shards": "0-31", "cluster_id": "c", "pulsar_listen": "0.0.0.0:6651", "allow_insecure_listen": True},
+    ),
+    "a door of workers that is everywhere": (
+        "advertised_pulsar_address",
+        {"workers": 2, "pulsar_listen": "[::]:6651", "allow_insecure_listen": True},
+    ),
+    "ports of workers that do not exist": ("pulsar_listen", {"workers": 2, "pulsar_listen": "127.0.0.1:65535"}),
+    "workers at ports that do not exist": (
+        "advertised_pulsar_address",
+        {"workers": 2, "pulsar_listen": "127.0.0.1:7000", "advertised_pulsar_address": "gate:65535"},
+    ),
+    "doors among the ports of workers, by name": (
+        "pulsar_listen",
+        {"workers": 10, "listen": "localhost:6660", "pulsar_listen": "127.0.0.1:6651"},
+    ),
+    "doors among the ports of workers": ("pulsar_listen", {"workers": 10, "pulsar_listen": "127.0.0.1:6651"}),
+    "metrics among the doors of workers": (
+        "pulsar_listen",
+        {"workers": 2, "metrics_listen": "127.0.0.1:6652", "pulsar_listen": "127.0.0.1:6651"},
+    ),
     "two ports": ("also_listen", {"also_listen": "127.0.0.1:6661"}),
     "the same socket twice": ("also_listen", {"listen": "unix:/run/x.sock", "also_listen": "unix:/run/x.sock"}),
     "no address as well": ("also_listen", {"also_listen": "6661"}),
@@ -159,6 +182,22 @@ def test_a_value_that_cannot_be_is_named(case: str) -> None:
     assert e.value.reason == "INVALID_CONFIGURATION"
     assert e.value.message.startswith(key)
     assert e.value.numbers["key"] == key
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"workers": 9},
+        {"shards": "0-31", "cluster_id": "c", "peers": "127.0.0.1:6660,127.0.0.1:6661"},
+        {"workers": 20, "listen": "127.0.0.2:6660"},
+        {"listen": "unix:/run/x.sock", **TLS},
+        {"workers": 9, "allow_insecure_listen": True, "advertised_pulsar_address": "a:6651"},
+    ],
+)
+def test_what_a_door_can_be_with(keys: dict[str, Any]) -> None:
+    """The control arms of what `BAD` has of doors."""
+    listen = "0.0.0.0:6651" if "advertised_pulsar_address" in keys else "127.0.0.1:6651"
+    assert load(None, {}, {"data_directory": "a", "pulsar_listen": listen} | keys).pulsar_listen == listen
 
 
 @pytest.mark.parametrize("content", ["max_topics = ", "max_topics = 'x'", "[max_topics]\na = 1", "\xff\xfe", None])

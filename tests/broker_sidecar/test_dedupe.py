@@ -481,7 +481,7 @@ def packed(number: int, values: bytes) -> bytes:
 
 def columns_of(message: Check) -> Pieces:
     """Field number and content of a check's columns."""
-    alias = wire.Check.FromString(message.SerializeToString())
+    alias = wire.alias(dedupe_pb2.Check).FromString(message.SerializeToString())
     return [(2, alias.handles), (3, alias.sequence_ids), (4, alias.highest_sequence_ids)]
 
 

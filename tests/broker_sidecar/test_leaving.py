@@ -1,6 +1,6 @@
 """A topic that goes to another sidecar under load, and no matter which of the two is killed meanwhile, at every step.
 
-One pair of sidecars has a topic for each step, and only who died is started again.
+One pair of sidecars has a topic for each step of a share, and only who died is started again.
 """
 
 import asyncio
@@ -68,6 +68,12 @@ BACK_STEPS = [
     ("seqdedupe.store.db.Store.put_topics", "after", 2),
 ]
 """For one that takes a topic back."""
+
+
+SHARES = 2
+"""Every second step is killed at in one test, and the others in another one."""
+
+each_share = pytest.mark.parametrize("share", range(SHARES))
 
 
 class Two:
@@ -178,14 +184,15 @@ async def moved(
         return BEFORE + await asyncio.wait_for(sending, LIMIT_SECONDS), why
 
 
-async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: Two) -> None:
+@each_share
+async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: Two, share: int) -> None:
     two.start()
     await made(two, "quiet")
     total, why = await moved(two, "quiet")
     assert why is None
     ends = {"quiet": (two.new, total)}
     for dies, steps in ((two.old, OLD_STEPS), (two.new, NEW_STEPS)):
-        for number, (step, when, count) in enumerate(steps):
+        for number, (step, when, count) in enumerate(steps[share::SHARES]):
             topic = f"{dies.folder.name}-{number}"
             await made(two, topic)
             dying_moving.say(dies.folder / "dies-at", step, when, count)
@@ -204,10 +211,11 @@ async def test_whoever_is_killed_one_has_it_and_nothing_is_lost_or_doubled(two: 
         assert not [path for path in (sidecar.data / "logs" / "arriving").rglob("*") if path.is_file()]
 
 
-async def test_one_that_comes_back_has_what_was_there_before_in_its_way(two: Two) -> None:
+@each_share
+async def test_one_that_comes_back_has_what_was_there_before_in_its_way(two: Two, share: int) -> None:
     two.start()
     ends: dict[str, int] = {}
-    for number, (step, when, count) in enumerate(BACK_STEPS):
+    for number, (step, when, count) in enumerate(BACK_STEPS[share::SHARES]):
         topic = f"back-{number}"
         await made(two, topic)
         total, why = await moved(two, topic)

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import listing
+from seqdedupe.topic import directory
 from tests.broker_sidecar import held_operations as ask
 from tests.broker_sidecar.held_operations import Hold, Holds, Key, Operation, Place, Side, asked
 
@@ -235,9 +235,9 @@ async def test_while_it_drains(tmp_path: Path) -> None:
 
 def all_wait(patch: pytest.MonkeyPatch) -> None:
     """No topic is opened by a start, or in its turn; who uses one waits until it is open."""
-    patch.setattr(listing, "OPENED_AT_START", 0)
-    patch.setattr(listing, "APART_SECONDS", LAST_RESORT_SECONDS)
-    patch.setattr(listing, "USE_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(directory, "OPENED_AT_START", 0)
+    patch.setattr(directory, "APART_SECONDS", LAST_RESORT_SECONDS)
+    patch.setattr(directory, "USE_SECONDS", LAST_RESORT_SECONDS)
 
 
 TABLE: dict[str, dict[str, str]] = {

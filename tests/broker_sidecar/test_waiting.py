@@ -28,7 +28,7 @@ def full(topic: str) -> str:
 def sidecar(tmp_path: Path) -> Iterator[Sidecar]:
     """Killed with a message in each of five topics, and started again: one is opened by then, and none by itself."""
     constants = {"OPENED_AT_START": 1, "APART_SECONDS": 10**6, "USE_SECONDS": WAIT_SECONDS}
-    said = json.dumps({f"seqdedupe.topic.listing.{name}": value for name, value in constants.items()})
+    said = json.dumps({f"seqdedupe.topic.directory.{name}": value for name, value in constants.items()})
     with Sidecar(tmp_path, module=with_constants.MODULE, environment={with_constants.VARIABLE: said}) as sidecar:
         with closing(Client(sidecar.address)) as client:
             for topic in TOPICS:

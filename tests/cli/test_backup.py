@@ -73,7 +73,7 @@ def test_made_checked_and_restored(sidecar: Sidecar, tmp_path: Path) -> None:
 def test_a_backup_that_is_not_there(sidecar: Sidecar, tmp_path: Path) -> None:
     for command in (("verify", tmp_path / "nodir"), ("restore", tmp_path / "nodir", tmp_path / "to")):
         said = run(sidecar, *command, status=1)
-        assert said.endswith("nodir is not there [BACKUP_DAMAGED] Is that the backup's name, and place?\n")
+        assert said.endswith("nodir is not there [BACKUP_DAMAGED] Check the name and the place of the backup.\n")
 
 
 def test_damage_has_a_status(sidecar: Sidecar, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_reading_from_places(run: Run, tmp_path: Path) -> None:
     for follow in ((), ("--follow",)):
         error = run("read", "places", "--from", "6", *follow, status=1).stderr
         assert b"index 6 is after the end of" in error
-        assert b"whose next message gets index 5 [POSITION_AFTER_END] Start at an index up to 5, or at the " in error
+        assert b"whose next message gets index 5 [POSITION_AFTER_END] Start at an index up to 5, or at " in error
     later = f"{incarnation}:9"
     error = run("read", "places", "--from", later, status=1).stderr
     assert f"/{later}@9 is after the end of".encode() in error
@@ -463,7 +463,7 @@ def test_a_topic_is_moved_to_another_sidecar_that_is_named(run: Run, shared_side
     here = run("topics", "move", "stays", "--to", shared_sidecar.address).stdout
     assert here == f"persistent://public/default/stays is served by the sidecar at {shared_sidecar.address}\n".encode()
     assert b"SERVING" in run("topics", "show", "stays").stdout
-    assert b"This sidecar has all of its topics itself" in run("sidecars", status=1).stderr
+    assert b"All topics of this sidecar are its own" in run("sidecars", status=1).stderr
 
 
 def test_a_flag_of_the_sidecar_that_is_mistyped_is_one_line(run: Run) -> None:

@@ -13,6 +13,7 @@ import pytest
 from seqdedupe.files import locked_directory
 from seqdedupe.store.directories import MANIFEST_FILE
 from seqdedupe.testing import Sidecar
+from tests.broker_sidecar.door.several import first_of_free_ports
 from tests.certificates import DAY, NOW, Authority
 from tests.cli.conftest import COMMAND, TIMEOUT_SECONDS, Run
 
@@ -203,3 +204,14 @@ def test_a_port_that_somebody_has_is_a_warning(run: Run, tmp_path: Path) -> None
         port = server.getsockname()[1]
         file = write(tmp_path, data_directory="data", listen=f"127.0.0.1:{port}")
         assert [is_error for is_error, _ in problems(run, file, status=0).values()] == [False]
+
+
+def test_the_ports_of_all_workers_are_looked_at(run: Run, tmp_path: Path) -> None:
+    first = first_of_free_ports(2)
+    with socket.create_server(("127.0.0.1", first + 1)):
+        keys = {"data_directory": "data", "listen": "unix:s", "pulsar_listen": f"127.0.0.1:{first}"}
+        ((is_error, message),) = problems(run, write(tmp_path, **keys, workers=2), status=0).values()
+        assert not is_error
+        assert message.startswith(f"pulsar_listen = '127.0.0.1:{first + 1}': cannot listen there")
+        # The control arm: one process has no second port.
+        assert not problems(run, write(tmp_path, **keys), status=0)

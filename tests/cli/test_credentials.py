@@ -77,7 +77,7 @@ def test_without_them_it_says_what_to_do_in_one_line(
     said = run("topics", "--json", *told[:2], "--tls-ca-file", "nowhere", status=1).stderr
     assert json.loads(said)["error"]["reason"] == "INVALID_CREDENTIALS"
     assert b"'nowhere' cannot be read: No such file" in said
-    assert b"Name files that this process can read" in said
+    assert b"to files that this process can read" in said
     # gRPC adds nothing of its own.
     with warm.cold():
         assert b"[UNREACHABLE]" in run("topics", *told[:2], status=1).stderr

@@ -140,6 +140,6 @@ def test_a_salvage_that_was_killed_has_left_nothing_by_its_name(sidecar: Sidecar
     assert not new.exists()
     done = doctor(sidecar.data, "--salvage", new, status=2)
     assert "[DIRECTORY_NOT_EMPTY]" in done.stderr
-    assert "did not end" in done.stderr
+    assert "an unfinished command has left it" in done.stderr
     shutil.rmtree(tmp_path / "new.unfinished")
     doctor(sidecar.data, "--salvage", new, status=0)

@@ -169,7 +169,7 @@ def test_a_named_column_must_be_there_once(tmp_path: Path) -> None:
         (lambda path: _cut_gzip(path), "This copy of the file is damaged"),
         (lambda path: _flipped_gzip(path), "This copy of the file is damaged"),
         (lambda path: _zip(path, "a", "b"), "Unpack the zip, and publish each file"),
-        (lambda path: _encrypted_zip(path), "Unpack it first"),
+        (lambda path: _encrypted_zip(path), "Unpack the file first"),
     ],
 )
 def test_the_hint_fits_what_is_wrong(tmp_path: Path, make: Callable[[Path], Path], hint: str) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tests.listener import Listener
+
 CODES = [grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.PERMISSION_DENIED]
 """What a proxy's 404 and 403 come to."""
 
@@ -59,35 +61,22 @@ async def answering_http(status: int, *, resets: bool = False) -> AsyncIterator[
     """An HTTP/2 server that answers all requests with this status and a page, as a proxy does. With `resets` it
     takes nothing more of the request after that. Yields its address, and the requests that came."""
     came: list[int] = []
-    serving: list[asyncio.Task[None] | None] = []
-    writers: list[asyncio.StreamWriter] = []
 
     def frame(kind: int, flags: int, stream: int, body: bytes = b"") -> bytes:
         return len(body).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + body
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.append(asyncio.current_task())
-        writers.append(writer)
-        try:
-            await reader.readexactly(_PREFACE_BYTES)
-            writer.write(frame(_SETTINGS, 0, 0))
-            while True:
-                head = await reader.readexactly(_HEAD_BYTES)
-                await reader.readexactly(int.from_bytes(head[:3], "big"))
-                if head[3] == _HEADERS:
-                    stream = int.from_bytes(head[5:], "big")
-                    came.append(stream)
-                    headers = b"\x00\x07:status\x03" + str(status).encode() + b"\x00\x06server\x03web"
-                    answer = frame(_HEADERS, _END_HEADERS, stream, headers) + frame(_DATA, _END_STREAM, stream, PAGE)
-                    writer.write(answer + frame(_RST_STREAM, 0, stream, bytes(4)) * resets)
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
+        await reader.readexactly(_PREFACE_BYTES)
+        writer.write(frame(_SETTINGS, 0, 0))
+        while True:
+            head = await reader.readexactly(_HEAD_BYTES)
+            await reader.readexactly(int.from_bytes(head[:3], "big"))
+            if head[3] == _HEADERS:
+                stream = int.from_bytes(head[5:], "big")
+                came.append(stream)
+                headers = b"\x00\x07:status\x03" + str(status).encode() + b"\x00\x06server\x03web"
+                answer = frame(_HEADERS, _END_HEADERS, stream, headers) + frame(_DATA, _END_STREAM, stream, PAGE)
+                writer.write(answer + frame(_RST_STREAM, 0, stream, bytes(4)) * resets)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}", came
-        for writer in writers:
-            writer.transport.abort()
-        await asyncio.gather(*filter(None, serving))
+    async with Listener(serve) as listener:
+        yield f"127.0.0.1:{listener.port}", came

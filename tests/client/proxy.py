@@ -2,8 +2,9 @@
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
+
+from tests.listener import Listener
 
 _CHUNK_BYTES = 65_536
 
@@ -12,11 +13,10 @@ class Proxy:
     """Passes bytes on between clients and `target` (`host:port`), until told otherwise. Lives on the test's loop."""
 
     def __init__(self, target: str, port: int = 0) -> None:
-        self._own_port = port
+        self._clients = Listener(self._serve, port)
         self.leads_to(target)
-        self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        """To the sidecar."""
         self._flows = asyncio.Event()
         self._flows.set()
         self.swallows_answers = False
@@ -31,23 +31,15 @@ class Proxy:
         self.swallowed_bytes = 0
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._own_port)
+        await self._clients.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *_: object) -> None:
+        await self._clients.close()
 
     @property
     def address(self) -> str:
-        assert self._server is not None
-        return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return f"127.0.0.1:{self._clients.port}"
 
     def leads_to(self, target: str) -> None:
         """New connections lead there."""
@@ -56,7 +48,8 @@ class Proxy:
 
     def cut(self) -> None:
         """Resets all connections. What is on the way is lost."""
-        for writer in list(self._writers):
+        self._clients.cut()
+        for writer in self._writers:
             writer.transport.abort()
 
     def stall(self) -> None:
@@ -68,33 +61,24 @@ class Proxy:
         self._flows.set()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        writers = [writer]
-        self._writers.add(writer)
+        if self.refuses:
+            return
+        self.connections += 1
+        there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+        self._writers.add(there_writer)
+        self.open_connections += 1
+        both = [writer, there_writer]
         try:
-            if self.refuses:
-                return
-            self.connections += 1
-            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
-            writers.append(there_writer)
-            self._writers.add(there_writer)
-            self.open_connections += 1
             await asyncio.gather(
-                self._pass(reader, there_writer, False, writers), self._pass(there_reader, writer, True, writers)
+                self._pass(reader, there_writer, False, both), self._pass(there_reader, writer, True, both)
             )
-        except OSError:
-            pass
         finally:
-            self._writers.difference_update(writers)
-            self.open_connections -= len(writers) - 1
-            for one in writers:
+            self._writers.discard(there_writer)
+            self.open_connections -= 1
+            for one in both:
                 one.transport.abort()
-            for one in writers:
-                with suppress(OSError):
-                    await one.wait_closed()
-            self._tasks.discard(task)
+            with suppress(OSError):
+                await there_writer.wait_closed()
 
     async def _pass(
         self,

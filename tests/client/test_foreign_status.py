@@ -4,7 +4,6 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +98,7 @@ async def answering_ok(address: str, answer: bytes) -> AsyncIterator[Counter[str
 @pytest.fixture
 def tries_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """What has failed is tried again after some milliseconds."""
-    monkeypatch.setitem(REASONS, "NOT_A_SIDECAR", replace(REASONS["NOT_A_SIDECAR"], retry_delay_ms=10))
+    monkeypatch.setitem(REASONS, "NOT_A_SIDECAR", REASONS["NOT_A_SIDECAR"]._replace(retry_delay_ms=10))
     for module in ("producer_session", "publisher", "reader"):
         monkeypatch.setattr(f"seqdedupe.client.{module}._LONGEST_DELAY_SECONDS", 0.02)
 

@@ -381,8 +381,7 @@ def test_message_ids_within_an_entry_count_its_batch_index() -> None:
     queue = opened()
     pending = pending_batch(0, 1)
     queue.add(pending)
-    columns = receipt([], 40)
-    columns.first_message_id = MessageId(5, 6, 2)
+    columns = receipt([], 40)._replace(first_message_id=MessageId(5, 6, 2))
     queue.receipt(send(queue).number, columns)
     assert [pending.result()[row].message_id for row in range(2)] == [MessageId(5, 6, 2), MessageId(5, 6, 3)]
 

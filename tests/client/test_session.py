@@ -41,6 +41,7 @@ from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import INCARNATION, FakeSidecar, Refused, fake_sidecar
 from tests.client.helpers import until
 from tests.client.proxy import Proxy
+from tests.listener import Listener
 
 Frame = publish_pb2.Frame
 Response = publish_pb2.PublishStreamResponse
@@ -980,14 +981,12 @@ async def test_the_hint_fits_what_is_wrong_with_the_connection(tmp_path: Path) -
     async def no_sidecar(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await writer.drain()
-        writer.close()
 
-    async with await asyncio.start_server(no_sidecar, "127.0.0.1", 0) as web:
-        port = web.sockets[0].getsockname()[1]
+    async with Listener(no_sidecar) as web:
         for address, hint in (
             ("127.0.0.1:1", "is the sidecar running"),
             (f"unix:{tmp_path}/nobody", "no such socket"),
-            (f"127.0.0.1:{port}", "is the port right"),
+            (f"127.0.0.1:{web.port}", "is the port right"),
         ):
             async with Client(address) as client:
                 with pytest.raises(UnavailableError) as caught:

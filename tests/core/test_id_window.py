@@ -3,7 +3,6 @@
 import random
 import resource
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from seqdedupe.core.id_window import Moment
 from seqdedupe.core.name_table import Growing
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.format import layout
-from seqdedupe.format.columns import PLACES
+from seqdedupe.format.layout import PLACES
 from seqdedupe.limits import NO_LIMIT, WindowLimits
 from tests.plain import PLAIN
 
@@ -140,7 +139,7 @@ class Model:
         before = self.window.first_index
         self.window.replay(*frame(ids), self.confirmed, self.now.latest_ms, limits)
         if self.window.first_index > before:
-            self.check_reach(replace(limits, milliseconds=NO_LIMIT))
+            self.check_reach(limits._replace(milliseconds=NO_LIMIT))
         self.ids += ids
         self.times += [self.now_ms] * len(ids)
         self.confirmed += len(ids)

@@ -16,8 +16,8 @@ from seqdedupe.core import recent
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import DUP
 from seqdedupe.format import layout
-from seqdedupe.format.columns import BASE_INDEX, PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.layout import BASE_INDEX, PLACES
 from tests.batches import batch
 from tests.plain import PLAIN
 

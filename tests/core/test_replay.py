@@ -12,7 +12,7 @@ from seqdedupe.batch import Batch
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import NUMBERS
 from seqdedupe.format import layout
-from seqdedupe.format.columns import BASE_INDEX, PLACES
+from seqdedupe.format.layout import BASE_INDEX, PLACES
 from tests.batches import batch
 from tests.plain import PLAIN
 

@@ -29,8 +29,8 @@ from seqdedupe.core.rule import (
     UNKNOWN,
 )
 from seqdedupe.format import layout
-from seqdedupe.format.columns import BASE_INDEX, PLACES
 from seqdedupe.format.jit import Int64s, Uint8s
+from seqdedupe.format.layout import BASE_INDEX, PLACES
 from tests.batches import Row, batch
 from tests.plain import PLAIN
 

@@ -19,7 +19,6 @@ import numpy as np
 
 from seqdedupe.core import recent, rule
 from seqdedupe.format import layout, records
-from seqdedupe.format.columns import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.format.headers import (
     BATCH_TAG,
     CONTROL_TAG,
@@ -31,6 +30,7 @@ from seqdedupe.format.headers import (
     siphash,
 )
 from seqdedupe.format.jit import Bytes, Int64s, Uint8s, kernel, load32
+from seqdedupe.format.layout import BASE_INDEX, COLUMNS_END, PLACES, PRODUCERS, ROWS
 from seqdedupe.message_id import MessageIds
 from tests.format.guarded import Guarded
 from tests.format.mutations import FIELDS, SEEDS, mutated, spoilt

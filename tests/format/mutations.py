@@ -8,7 +8,7 @@ import numpy as np
 
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.format import layout
-from seqdedupe.format.columns import COLUMNS, FIELD_NUMBERS, PLACES, size, start
+from seqdedupe.format.layout import COLUMNS, FIELD_NUMBERS, PLACES, size, start
 from seqdedupe.wire import varint
 from tests.batches import batch
 

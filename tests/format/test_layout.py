@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from seqdedupe import batch as batches
 from seqdedupe.batch import Batch, Binary, canonical, decode
 from seqdedupe.format import layout
-from seqdedupe.format.columns import PLACES, PRODUCERS, ROWS
+from seqdedupe.format.layout import PLACES, PRODUCERS, ROWS
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.v1 import batch_pb2
 from tests.batches import batch, put_columns
@@ -167,7 +167,7 @@ def values_fit(m: batch_pb2.Batch, n: int) -> bool:
     return fits(list(m.payload_offsets), n, m.payloads) and len(m.payload_validity) in (0, bitmap)
 
 
-@settings(max_examples=600)
+@settings(max_examples=300)
 @given(any_batch(), st.data())
 def test_a_batch_with_changed_bytes_passes_only_if_it_is_still_a_batch(b: Batch, data: st.DataObject) -> None:
     encoded = bytearray(b.encode())

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from seqdedupe.batch import Int64s
 from seqdedupe.format import headers, records
-from seqdedupe.format.columns import COLUMNS_END, OWNERSHIP, RECORD_END, ROWS, TERM
 from seqdedupe.format.headers import NO_KEY, key_of
+from seqdedupe.format.layout import COLUMNS_END, OWNERSHIP, RECORD_END, ROWS, TERM
 from seqdedupe.message_id import MessageIds
 from seqdedupe.v1 import batch_pb2, read_pb2
 from tests.log.batches import SECRET, encoded_batch

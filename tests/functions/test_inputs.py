@@ -142,8 +142,9 @@ async def test_what_the_sidecar_has_not_confirmed_is_waited_for() -> None:
 async def test_what_was_removed_is_no_void_entry() -> None:
     sidecar = Sidecar([entry(number, first_index=1000) for number in range(3)])
     assert await index_of(read(sidecar), MessageId(7, 0, 0)) == 1000
-    with pytest.raises(PositionError, match="POSITION_TRIMMED"):
+    with pytest.raises(PositionError, match="POSITION_TRIMMED") as refused:
         await index_of(read(sidecar), MessageId(6, 5, 0))
+    assert f"--messageId 7:0 {TOPIC}" in refused.value.hint
 
 
 async def test_a_sidecar_that_does_not_answer_is_waited_for() -> None:

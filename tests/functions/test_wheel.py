@@ -97,6 +97,6 @@ def test_a_module_that_pulsars_runtime_would_hide_is_refused(tmp_path: Path, nam
 @pytest.mark.parametrize("name", ["mine.zip", "mine", "mine.whl.bak"])
 def test_what_pulsar_would_not_unpack_is_refused(tmp_path: Path, name: str) -> None:
     """A .zip it unpacks, and looks for the code elsewhere in it."""
-    with pytest.raises(ConfigurationError, match="no name of a wheel"):
+    with pytest.raises(ConfigurationError, match="not the name of a wheel"):
         build([code(tmp_path)], tmp_path / name)
     assert not (tmp_path / name).exists()

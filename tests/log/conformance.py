@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from seqdedupe.errors import PositionError, UnavailableError
-from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.headers import ownership_of
+from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS, TERM
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.limits import Retention
 from seqdedupe.log.contract import REPLAY_STEP_ENTRIES, Failure, LargerRecordError, Log, Outcome, Records, Runs

@@ -26,8 +26,8 @@ import numpy as np
 from seqdedupe.batch import Int32s, Int64s
 from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import headers, records
-from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.headers import key_of
+from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import MAX_BATCH_BYTES, FlushInterval, Retention
 from seqdedupe.log.contract import (
     ANY_BYTES,

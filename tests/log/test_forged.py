@@ -14,11 +14,10 @@ import pytest
 
 from seqdedupe.errors import DamagedError
 from seqdedupe.format import headers, records
-from seqdedupe.format.columns import COLUMNS_END, PLACES, ROWS
 from seqdedupe.format.headers import NO_KEY, key_of
 from seqdedupe.format.jit import Int64s
 from seqdedupe.format.journal import SECTOR_BYTES
-from seqdedupe.format.layout import CANONICAL, layout
+from seqdedupe.format.layout import CANONICAL, COLUMNS_END, PLACES, ROWS, layout
 from seqdedupe.log.embedded.logs import EmbeddedLogs
 from tests.batches import batch
 from tests.log.batches import SECRET, TOPIC, encoded_batch

@@ -9,7 +9,7 @@ import pytest
 
 from seqdedupe.errors import DamagedError, PositionError, UnavailableError
 from seqdedupe.format import headers
-from seqdedupe.format.columns import BASE_INDEX
+from seqdedupe.format.layout import BASE_INDEX
 from seqdedupe.log.embedded.inspection import Damage, Intact, inspect
 from seqdedupe.log.embedded.log import EmbeddedLog
 from seqdedupe.log.embedded.logs import EmbeddedLogs, Scrub

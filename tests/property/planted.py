@@ -15,8 +15,8 @@ from seqdedupe.core import producers, recent, rule
 from seqdedupe.core.producers import Activity, Producers
 from seqdedupe.core.rule import ADMITTED, EPOCH, NOT_DUP, PERSISTED, PREDECESSOR_MISSING, PUSHED
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.format.headers import TOKEN_BYTES
+from seqdedupe.format.layout import BASE_INDEX, EPOCHS, PRODUCER_INDEXES, PRODUCERS, ROWS, SEQUENCE_IDS, TERM, start
 from seqdedupe.log.contract import Entries, Failure
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.store import snapshots

@@ -18,7 +18,7 @@ from tests.property.run import first_failure, many_cases, report, run_steps
 from tests.property.world import World
 
 CASES = 1200
-PARTS = 4
+PARTS = 8
 SEEDS = 2**40
 
 

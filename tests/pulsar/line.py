@@ -2,10 +2,10 @@
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 from pulsar_broker.standalone import Broker
+from tests.listener import Listener
 
 _CHUNK_BYTES = 64 * 1024
 
@@ -22,26 +22,22 @@ class Line:
         self._requests.set()
         self._is_down = False
         self._last_words: bytes | None = None
+        self._clients = Listener(self._connected)
         self._writers: set[asyncio.StreamWriter] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        """To the broker."""
 
     @property
     def service_url(self) -> str:
-        return f"pulsar://127.0.0.1:{self._port}"
+        return f"pulsar://127.0.0.1:{self._clients.port}"
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._connected, "127.0.0.1", 0)
-        self._port = int(self._server.sockets[0].getsockname()[1])
+        await self._clients.__aenter__()
         # The broker's own address is replaced in what it answers, where the length must stay.
         assert len(self.service_url) == len(self._broker_url)
         return self
 
-    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._server.close()
-        self.cut()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+    async def __aexit__(self, *_: object) -> None:
+        await self._clients.close()
 
     def hold_answers(self) -> None:
         """What the broker says does not arrive any more; what the client says does."""
@@ -64,9 +60,9 @@ class Line:
     def cut(self, *, and_stay_down: bool = False) -> None:
         """Ends all connections; what was held up is gone."""
         self._is_down = and_stay_down
+        self._clients.cut()
         for writer in self._writers:
             writer.transport.abort()
-        self._writers.clear()
         self._answers.set()
         self._requests.set()
 
@@ -76,19 +72,16 @@ class Line:
 
     async def _connected(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
         if self._is_down:
-            client_out.transport.abort()
             return
+        broker_in, broker_out = await asyncio.open_connection("127.0.0.1", self._broker_port)
+        self._writers.add(broker_out)
         try:
-            broker_in, broker_out = await asyncio.open_connection("127.0.0.1", self._broker_port)
-        except OSError:
-            # There is no broker just now.
-            client_out.transport.abort()
-            return
-        self._writers |= {client_out, broker_out}
-        for pump in (self._pump(client_in, broker_out, False), self._pump(broker_in, client_out, True)):
-            task = asyncio.ensure_future(pump)
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            await asyncio.gather(self._pump(client_in, broker_out, False), self._pump(broker_in, client_out, True))
+        finally:
+            self._writers.discard(broker_out)
+            broker_out.transport.abort()
+            with suppress(OSError):
+                await broker_out.wait_closed()
 
     async def _pump(self, source: asyncio.StreamReader, target: asyncio.StreamWriter, are_answers: bool) -> None:
         with suppress(OSError):

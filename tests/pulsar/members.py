@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-import pulsar.asyncio
-
+from seqdedupe.entry_properties import BEGUN
 from seqdedupe.errors import SeqdedupeError, UnavailableError, error
 from seqdedupe.log.pulsar.admin_url import JSON, AdminAnswer, AdminUrl, PulsarAdmin
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.store.db import Store
@@ -82,8 +81,9 @@ class FaultyUrl(AdminUrl):
         if self.is_dead:
             raise error("LOG_REFUSED", "the process has ended")
         answer = await super().call(method, path, body, conflict, media_type)
-        # Where a subscription stands is moved whenever there is time.
-        if method != "GET" and not path.endswith("/resetcursor"):
+        # Where a subscription stands is moved whenever there is time. That a topic has begun is set by any opening.
+        is_repeated = path.endswith("/resetcursor") or (isinstance(body, dict) and BEGUN in body)
+        if method != "GET" and not is_repeated:
             self.changes += 1
             if self.changes == self.fail_at:
                 if self.kills:
@@ -119,17 +119,14 @@ class Member:
         asyncio.get_running_loop().set_task_factory(_task)  # type: ignore[arg-type]
         self.store = Store.open(self.folder)
         self.url = FaultyUrl(self._cluster.admin_url)
-        self.client = self._cluster.connect()
         instance = StoreInstance(self.store)
         self.store_name = instance.named("")
         shared = PulsarResources(
-            self.client,
             self.store_name,
             self.address,
             lambda: time.time_ns() // 1_000_000,
             lambda _, known: instance.claim_opening(known),
             PulsarAdmin(self.url),
-            self._cluster.connect,
             self._cluster.answers,
             Brokers(self._cluster.service_url),
         )
@@ -172,16 +169,14 @@ class Member:
         if not self.is_running:
             return
         self.url.is_dead = True
-        own = [task for task in self.tasks if not task.done()]
-        for task in own:
-            task.cancel()
-        if own:
+        # What ends may begin something else.
+        while own := [task for task in self.tasks if not task.done()]:
+            for task in own:
+                task.cancel()
             await asyncio.wait(own)
         await self._end()
 
     async def _end(self) -> None:
-        with suppress(pulsar.asyncio.PulsarException):
-            await self.client.close()
         self.store.close()
         self.is_running = False
 

@@ -13,9 +13,8 @@ import pulsar.asyncio
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.log.pulsar.entries import PulsarMessage
-from seqdedupe.log.pulsar.entry_limit import Brokers
-from seqdedupe.log.pulsar.native_topic import open_native_producer
+from seqdedupe.log.pulsar.broker_wire import Brokers, open_producer
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -50,7 +49,7 @@ async def until(holds: Callable[[], bool] | Callable[[], Awaitable[bool]]) -> No
 async def send_native(service_url: str, topic: str, message: PulsarMessage) -> None:
     """Puts a native entry into a topic that nobody writes."""
     stored: asyncio.Future[SeqdedupeError | None] = asyncio.get_running_loop().create_future()
-    producer = await open_native_producer(Brokers(service_url), topic, "late", {})
+    producer = await open_producer(Brokers(service_url), topic, "late", {}, EntryFormat.NATIVE)
     assert producer is not None
     producer.send(message, 1, lambda _, failure, place: stored.set_result(failure))
     async with asyncio.timeout(LIMIT_SECONDS):
@@ -117,9 +116,13 @@ class Cluster:
         """Until Pulsar deduplicates. A topic that was loaded again serves before that, and then knows no producer."""
 
         async def is_on() -> bool:
-            return (await self.admin.stats(topic)).deduplicates
+            return await self.deduplicates(topic)
 
         await until(is_on)
+
+    async def deduplicates(self, topic: str) -> bool:
+        """Whether Pulsar's own deduplication is in force."""
+        return bool((await self.url.get(topic.replace("://", "/") + "/stats"))["deduplicationStatus"] == "Enabled")
 
     async def until_received(self, topic: str, entries: int) -> None:
         """Until this many were stored since the topic was loaded."""
@@ -167,10 +170,11 @@ def _stored(message: Any) -> Stored:
 
 
 class Owner:
-    """Who wants the topic, over its own client; what its writer has settled."""
+    """Who wants the topic; what its writer has settled. `client` is for what stock producers do there."""
 
     def __init__(self, service_url: str, topic: str, instance_name: str = "one") -> None:
         self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
+        self.brokers = Brokers(service_url)
         self.topic = topic
         self.instance_name = instance_name
         self.confirmed: list[MessageId] = []
@@ -193,13 +197,14 @@ class Owner:
         """Opens and marks, and takes the marker for read where its receipt says."""
         self.confirmed, self.doubtful, self.failure = [], None, None
         writer = await open_writer(
-            self.client,
+            self.brokers,
             self.topic,
             self.instance_name,
             first_name_number,
             self._claim,
             {"address": self.instance_name},
             self._settle,
+            EntryFormat.PLAIN,
         )
         writer.append([PulsarMessage(marker, {})])
         self.was_read(writer, [await self.doubt()])

@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -17,10 +16,9 @@ from examples.pulsar.messages import Received, messages
 from examples.pulsar.messages import Topic as Decoder
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError, UnavailableError
+from seqdedupe.log.pulsar.broker_wire import Brokers, open_reader
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
-from seqdedupe.log.pulsar.native_topic import open_native_reader
 from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Loaded, Snapshots
@@ -57,7 +55,6 @@ class Process:
         is_standby: bool = False,
     ) -> None:
         service_url = cluster.service_url if line is None else line.service_url
-        self.client = pulsar.asyncio.Client(service_url, operation_timeout_seconds=10, logger=quiet())
         self._store = Store.open(folder / name)
         self._topic_name = topic
         self._topic: Topic | None = None
@@ -65,13 +62,11 @@ class Process:
         self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, name)
         self._is_standby = is_standby
         self.shared = PulsarResources(
-            self.client,
             name,
             name,
             lambda: time.time_ns() // 1_000_000,
             self._claim,
             cluster.admin,
-            cluster.connect,
             cluster.answers,
             Brokers(service_url),
         )
@@ -130,9 +125,6 @@ class Process:
         self._is_closed = True
         if self._topic is not None:
             await self._topic.close("")
-        # What was cut off or fenced out is closed already.
-        with suppress(pulsar.asyncio.PulsarException):
-            await self.client.close()
         self._store.close()
 
 
@@ -264,7 +256,7 @@ async def found_by_a_stock_client(cluster: Cluster, topic: str) -> Found:
 
 async def native_entries(cluster: Cluster, topic: str) -> list[PulsarEntry]:
     """All entries, decoded."""
-    reader = await open_native_reader(Brokers(cluster.service_url), topic, None)
+    reader = await open_reader(Brokers(cluster.service_url), topic, None, EntryFormat.NATIVE)
     entries: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):
         while not await reader.is_at_end():

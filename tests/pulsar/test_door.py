@@ -20,12 +20,10 @@ from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
 from tests.broker_sidecar.door.stock_load import StockProducer
 from tests.broker_sidecar.door.wire import CPP, Wire, batch, door_of, single
+from tests.pulsar.conftest import LIMIT_BYTES
 from tests.pulsar.owners import quiet
 
 MEBIBYTE = 1024 * 1024
-LIMIT_BYTES = 2 * MEBIBYTE
-"""That of the broker, which is not what brokers have as they are delivered."""
-
 MOST_SECONDS = 0.1
 """A producer waits this long at most before it sends more: what is stored must be read in the end."""
 
@@ -37,12 +35,6 @@ NO_ENTRY = 2**64 - 1
 _namespaces = itertools.count()
 
 Start = Callable[..., Sidecar]
-
-
-@pytest.fixture(scope="module")
-def broker(pulsar_home: Path) -> Iterator[Broker]:
-    with Broker(pulsar_home, maxMessageSize=LIMIT_BYTES) as broker:
-        yield broker
 
 
 @pytest.fixture

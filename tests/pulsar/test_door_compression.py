@@ -13,16 +13,14 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.client.blocking import Client
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.pulsar_wire.batches import EntryRow, rows_of
-from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.connection import StoredEntry, connect_to_owner
-from seqdedupe.pulsar_wire.frames import metadata_of
+from seqdedupe.pulsar_wire.frames import COMPRESSIONS, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, ZSTD, CompressionType
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.conftest import open_wire as open_wire
 from tests.broker_sidecar.door.wire import Wire, batch, door_of, ids_of
 from tests.pulsar.owners import quiet
 from tests.pulsar.test_door import MEBIBYTE, go_on, load
-from tests.pulsar.test_door import broker as broker
 from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
 from tests.pulsar.test_door import start as start
@@ -56,7 +54,7 @@ def entries(broker: Broker, topic: str) -> list[StoredEntry]:
     return [one for one in found if not any(name == b"seqdedupe.kind" for name, _ in rows(one)[0].properties)]
 
 
-@pytest.mark.parametrize("compression", TYPES)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_a_new_batch_passes_byte_for_byte_and_a_mixed_one_is_encoded(
     start: Start, broker: Broker, topic: str, open_wire: OpenWire, compression: CompressionType.ValueType
 ) -> None:
@@ -157,7 +155,7 @@ def test_stock_producers_keep_their_compression_and_every_consumer_reads_it(
         for one in entries(broker, topic)
     }
     expected = {
-        (f"{kind.name}-{batches}", TYPES[k]): 3 if batches else 1
+        (f"{kind.name}-{batches}", COMPRESSIONS[k]): 3 if batches else 1
         for k, kind in enumerate((kinds.NONE, kinds.LZ4, kinds.ZLib, kinds.ZSTD, kinds.SNAPPY))
         for batches in (True, False)
     }

@@ -20,7 +20,6 @@ from tests.broker_sidecar.door.conftest import open_wire as open_wire
 from tests.broker_sidecar.door.wire import Wire, batch, door_of, ids_of, single
 from tests.pulsar.owners import quiet
 from tests.pulsar.test_door import MEBIBYTE
-from tests.pulsar.test_door import broker as broker
 from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
 from tests.pulsar.test_door import start as start

@@ -1,5 +1,6 @@
 """Entries as a real broker keeps them: what was handed over comes back, in both formats and to any consumer."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,14 +10,15 @@ import pytest
 
 from examples.pulsar import messages as example
 from pulsar_broker.standalone import Broker
-from seqdedupe.errors import InvalidRequestError
+from seqdedupe.errors import InvalidRequestError, SeqdedupeError
 from seqdedupe.log.pulsar import entries
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.writer import built
+from seqdedupe.log.pulsar.broker_wire import Brokers, open_producer
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, batches_in, collected, ids_in, marker, owner, packed, rows
+from tests.pulsar.conftest import LIMIT_BYTES
 
 READ_TIMEOUT_MILLIS = int(LAST_RESORT_SECONDS * 1000)
 
@@ -39,13 +41,18 @@ def client(broker: Broker) -> Iterator[pulsar.Client]:
     connected.close()
 
 
-def send(client: pulsar.Client, topic: str, messages: list[PulsarMessage]) -> list[MessageId]:
-    producer = client.create_producer(topic, batching_enabled=False)
+async def send(broker: Broker, topic: str, messages: list[PulsarMessage]) -> list[MessageId]:
+    answers: asyncio.Queue[tuple[SeqdedupeError | None, MessageId]] = asyncio.Queue()
+    producer = await open_producer(Brokers(broker.service_url), topic, "seqdedupe-one-0", {}, EntryFormat.PLAIN)
+    assert producer is not None
     receipts = []
     for number, message in enumerate(messages):
-        receipt = producer._producer.send(built(message, number))
-        receipts.append(MessageId(receipt.ledger_id(), receipt.entry_id()))
-    producer.close()
+        producer.send(message, number, lambda _, *answer: answers.put_nowait(answer))
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            failure, place = await answers.get()
+        assert failure is None
+        receipts.append(place)
+    await producer.close()
     return receipts
 
 
@@ -64,14 +71,16 @@ def read(client: pulsar.Client, topic: str, count: int) -> list[PulsarEntry]:
 
 
 @pytest.mark.parametrize("is_packed", [False, True], ids=["plain", "packed"])
-def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_packed: bool) -> None:
+async def test_what_was_handed_over_comes_back(
+    broker: Broker, client: pulsar.Client, topic: str, is_packed: bool
+) -> None:
     first, second = HISTORY
     sent = [marker(1), entries.control_message(owner(1), 1, 0, b"control")]
     sent += [packed(1, 2, 0, first)] if is_packed else rows(1, 2, 0, first)
     sent += [marker(2)]
     sent += [packed(2, 1, 4, second)] if is_packed else rows(2, 1, 4, second)
-    receipts = send(client, topic, sent)
-    there = read(client, topic, len(sent))
+    receipts = await send(broker, topic, sent)
+    there = await asyncio.to_thread(read, client, topic, len(sent))
     assert [entry.message for entry in there] == sent
     assert [entry.message_id for entry in there] == receipts
     found = collected(there)
@@ -95,7 +104,7 @@ def test_what_was_handed_over_comes_back(client: pulsar.Client, topic: str, is_p
 
 def most(make: Callable[[int], list[PulsarMessage]]) -> list[PulsarMessage]:
     """What is made with the largest payload that is not refused."""
-    low, high = 0, MAX_ENTRY_BYTES
+    low, high = 0, LIMIT_BYTES
     while low + 1 < high:
         middle = (low + high) // 2
         try:
@@ -106,11 +115,21 @@ def most(make: Callable[[int], list[PulsarMessage]]) -> list[PulsarMessage]:
     return make(low)
 
 
-def test_the_largest_entries_that_are_made_are_taken(client: pulsar.Client, topic: str) -> None:
+async def test_the_largest_entries_that_are_made_are_taken(broker: Broker, client: pulsar.Client, topic: str) -> None:
     many = {f"{i}": "ü" * 10 for i in range(10_000)}
-    plain = most(lambda size: rows(1, 1, 0, batch([("p" * 255, 1)], payloads=[bytes(size)], keys=[b"\xff" * 9999])))
-    with_properties = most(lambda size: rows(1, 2, 1, batch([("p", 1)], payloads=[bytes(size)], row_properties=[many])))
-    in_a_batch = most(lambda size: [packed(1, 3, 2, batch([("p" * 255, 1)], payloads=[bytes(size)]))])
-    sent = [marker(1), *plain, *with_properties, *in_a_batch]
-    send(client, topic, sent)
-    assert [entry.message for entry in read(client, topic, len(sent))] == sent
+    long_name = [("p" * 255, 1)]
+
+    def plain(size: int) -> list[PulsarMessage]:
+        return rows(1, 1, 0, batch(long_name, payloads=[bytes(size)], keys=[b"\xff" * 9999]), limit_bytes=LIMIT_BYTES)
+
+    def with_properties(size: int) -> list[PulsarMessage]:
+        several = batch([("p", 1)], payloads=[bytes(size)], row_properties=[many])
+        return rows(1, 2, 1, several, limit_bytes=LIMIT_BYTES)
+
+    def in_a_batch(size: int) -> list[PulsarMessage]:
+        return [packed(1, 3, 2, batch(long_name, payloads=[bytes(size)]), limit_bytes=LIMIT_BYTES)]
+
+    sent = [marker(1), *most(plain), *most(with_properties), *most(in_a_batch)]
+    await send(broker, topic, sent)
+    there = await asyncio.to_thread(read, client, topic, len(sent))
+    assert [entry.message for entry in there] == sent

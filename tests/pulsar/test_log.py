@@ -4,8 +4,6 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator
-from contextlib import suppress
 
 import pulsar
 import pulsar.asyncio
@@ -14,8 +12,8 @@ import pytest
 from seqdedupe.errors import ConfigurationError, SeqdedupeError
 from seqdedupe.log.contract import Failure, Log, LogName
 from seqdedupe.log.pulsar import policies
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.log.pulsar.logs import PulsarLogs
 from seqdedupe.names import namespace_of
@@ -31,20 +29,18 @@ INCARNATION = 1_700_000_000_000_000
 _openings = itertools.count(1)
 
 
-def shared(client: pulsar.asyncio.Client, cluster: Cluster, brokers: Brokers | None = None) -> PulsarResources:
+def shared(cluster: Cluster, brokers: Brokers | None = None) -> PulsarResources:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
     return PulsarResources(
-        client,
         "one",
         "host:6680",
         lambda: time.time_ns() // 1_000_000,
         claim,
         cluster.admin,
-        cluster.connect,
         cluster.answers,
-        brokers,
+        brokers or Brokers(cluster.service_url),
     )
 
 
@@ -58,8 +54,7 @@ class PulsarHarness(LogHarness):
         self._service_url = cluster.service_url
         self._topic = topic
         self._settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
-        self._client = pulsar.asyncio.Client(cluster.service_url, operation_timeout_seconds=10, logger=quiet())
-        self._shared = shared(self._client, cluster, Brokers(cluster.service_url))
+        self._shared = shared(cluster)
         self._rival: pulsar.Client | None = None
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> Log:
@@ -76,29 +71,20 @@ class PulsarHarness(LogHarness):
         assert self._rival is not None
         self._rival.close()
 
-    async def close(self) -> None:
-        # Producers that were thrown out are closed already.
-        with suppress(pulsar.asyncio.PulsarException):
-            await self._client.close()
-
 
 class TestPulsarLog(LogConformance):
-    @pytest.fixture(params=[*EntryFormat, None], ids=["plain", "packed", "native", "native and not deduplicated"])
-    async def harness(self, request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> AsyncIterator[LogHarness]:
+    @pytest.fixture(params=[*EntryFormat, None], ids=["plain", "packed", "native", "plain and not deduplicated"])
+    async def harness(self, request: pytest.FixtureRequest, cluster: Cluster, topic: str) -> LogHarness:
         await cluster.create(topic, deduplicates=request.param is not None)
-        harness = PulsarHarness(cluster, topic, request.param or EntryFormat.NATIVE)
-        yield harness
-        await harness.close()
+        return PulsarHarness(cluster, topic, request.param or EntryFormat.PLAIN)
 
 
 async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
-    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(policies, "LOOK_SECONDS", 0.5)
     await cluster.create(topic)
-    log = PulsarLog(
-        shared(client, cluster), topic, INCARNATION, EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
-    )
+    log = PulsarLog(shared(cluster), topic, INCARNATION, EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1"))
     await log.begin(0)
     owner = await OwnerOfLog(log, 1).open()
     owner.append(0, 1)
@@ -119,7 +105,7 @@ async def test_a_topic_that_becomes_unsafe_while_it_is_written_takes_nothing(
 async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_why(
     member: MakeMember, namespace: str, cluster: Cluster
 ) -> None:
-    """Pulsar takes the owner's producer away, and to a new one its client says nothing but that time is up."""
+    """Pulsar takes the owner's producer away, and refuses a new one."""
     topic, other = f"persistent://{namespace}/t", f"persistent://{namespace}/other"
     one = member()
     await one.start()
@@ -138,11 +124,11 @@ async def test_where_messages_must_be_encrypted_a_topic_takes_nothing_and_says_w
     assert await one.publish(topic, 1) == 1
 
 
-async def test_a_terminated_topic_says_so(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
+async def test_a_terminated_topic_says_so(cluster: Cluster, topic: str) -> None:
     """To its owner and to others, although a broker says that the last owner still has it."""
     await cluster.create(topic)
     settings = EntrySettings(EntryFormat.PLAIN, "SEQUENCE_ID", 0, "h:1")
-    log = PulsarLog(shared(client, cluster), topic, INCARNATION, settings)
+    log = PulsarLog(shared(cluster), topic, INCARNATION, settings)
     await log.begin(0)
     owner = await OwnerOfLog(log, 1).open()
     owner.append(0, 1)
@@ -150,8 +136,7 @@ async def test_a_terminated_topic_says_so(cluster: Cluster, client: pulsar.async
     await cluster.url.call("POST", topic.replace("://", "/") + "/terminate")
     owner.append(1, 1)
     assert await owner.until_failed() is Failure.UNKNOWN
-    assert "TopicTerminated" in owner.why
-    for each in (log, PulsarLog(shared(client, cluster), topic, INCARNATION, settings)):
+    for each in (log, PulsarLog(shared(cluster), topic, INCARNATION, settings)):
         await each.begin(0)
         async with asyncio.timeout(LIMIT_SECONDS):
             await each.wait_until_free()
@@ -170,14 +155,14 @@ async def _refused(log: PulsarLog) -> SeqdedupeError | None:
     return None
 
 
-async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, client: pulsar.asyncio.Client) -> None:
+async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster) -> None:
     namespace = f"public/logs-{os.getpid()}"
     await cluster.url.call("PUT", f"namespaces/{namespace}", {"subscription_expiration_time_minutes": 0})
     topic = f"persistent://{namespace}/t"
     await cluster.admin.create_topic(f"{topic}-of-somebody", {})
 
     def logs() -> PulsarLogs:
-        return PulsarLogs(shared(client, cluster), [namespace], EntryFormat.PACKED, may_change_policies=True)
+        return PulsarLogs(shared(cluster), [namespace], EntryFormat.PACKED, may_change_policies=True)
 
     ours = logs()
     assert await ours.list() == []
@@ -210,8 +195,8 @@ async def test_a_topic_is_made_found_opened_kept_and_deleted(cluster: Cluster, c
     assert await cluster.admin.topics(namespace) == [f"{topic}-of-somebody"]
 
 
-async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, client: pulsar.asyncio.Client, topic: str) -> None:
-    logs = PulsarLogs(shared(client, cluster), [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False)
+async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, topic: str) -> None:
+    logs = PulsarLogs(shared(cluster), [namespace_of(topic)], EntryFormat.PLAIN, may_change_policies=False)
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
         await logs.create(INCARNATION + 7, topic, b"")
     with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY"):
@@ -219,16 +204,13 @@ async def test_a_topic_that_is_not_safe_is_no_log(cluster: Cluster, client: puls
 
 
 @pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
-async def test_an_unloaded_topic_settles_everything(
-    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat
-) -> None:
-    """Its ledger ends, its producer connects again, and sends again what it had in flight."""
+async def test_an_unloaded_topic_settles_everything(cluster: Cluster, topic: str, entry_format: EntryFormat) -> None:
+    """Its ledger ends, and with it the opening: opening again and reading tells what came of the rest."""
     await cluster.create(topic)
     settings = EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680")
-    log = PulsarLog(shared(client, cluster, Brokers(cluster.service_url)), topic, INCARNATION, settings)
+    log = PulsarLog(shared(cluster), topic, INCARNATION, settings)
     term = 0
     while log.certain_index < 900:
-        # Where the client takes too long to connect again, the outcome is unknown: opening again and reading tells.
         term += 1
         owner = await OwnerOfLog(log, term).open()
         first = log.certain_index

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pulsar
@@ -13,11 +12,10 @@ import pytest
 
 from pulsar_broker.standalone import Broker, free_port
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.log.pulsar import native_topic
+from seqdedupe.log.pulsar import broker_wire
+from seqdedupe.log.pulsar.broker_wire import Brokers, TopicReader, open_reader
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog
-from seqdedupe.log.pulsar.native_topic import NativeReader, open_native_reader
 from seqdedupe.log.pulsar.writer import RESERVED, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import NOWHERE, MessageId
 from tests.batches import batch
@@ -50,9 +48,9 @@ class NativeOwner:
     async def open(self) -> EntryWriter:
         """Opens and marks, and takes the marker for read where its receipt says."""
         self.confirmed, self.doubtful, self.failure = [], None, None
-        client: Any = None
+        properties, own = {"address": "a"}, EntryFormat.NATIVE
         writer = await open_writer(
-            client, self.topic, self.instance_name, 0, self._claim, {"address": "a"}, self._settle, brokers=self.brokers
+            self.brokers, self.topic, self.instance_name, 0, self._claim, properties, self._settle, own
         )
         writer.append([marker(1)])
         await until(lambda: self.doubtful is not None or self.failure is not None)
@@ -94,7 +92,7 @@ def numbered(first: int, entries: int) -> list[PulsarMessage]:
     return found
 
 
-async def read(reader: NativeReader, entries: int) -> list[PulsarEntry]:
+async def read(reader: TopicReader, entries: int) -> list[PulsarEntry]:
     found: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):
         while len(found) < entries:
@@ -105,7 +103,7 @@ async def read(reader: NativeReader, entries: int) -> list[PulsarEntry]:
 
 
 async def all_of(cluster: Cluster, topic: str) -> list[PulsarEntry]:
-    reader = await open_native_reader(Brokers(cluster.service_url), topic, None)
+    reader = await open_reader(Brokers(cluster.service_url), topic, None, EntryFormat.NATIVE)
     found: list[PulsarEntry] = []
     async with asyncio.timeout(LIMIT_SECONDS):
         while not await reader.is_at_end():
@@ -136,7 +134,7 @@ async def test_what_is_written_is_confirmed_and_read_from_any_place_on(
     assert [entry.message for entry in found] == [marker(1), *sent]
     assert [entry.message_id for entry in found] == owner.confirmed
     for at in (1, 77, MANY + 1):
-        reader = await open_native_reader(owner.brokers, topic, owner.confirmed[at])
+        reader = await open_reader(owner.brokers, topic, owner.confirmed[at], EntryFormat.NATIVE)
         assert await read(reader, len(found) - at) == found[at:]
         assert await reader.is_at_end()
         await reader.close()
@@ -147,7 +145,7 @@ async def test_markers_and_control_records_alone_are_read(cluster: Cluster, topi
     await cluster.create(topic)
     owner = NativeOwner(cluster.service_url, topic)
     writer = await owner.open()
-    reader = await open_native_reader(owner.brokers, topic, None)
+    reader = await open_reader(owner.brokers, topic, None, EntryFormat.NATIVE)
     assert (await read(reader, 1))[0].message == marker(1)
     sent = [control(1, 1 + k, 0) for k in range(250)]
     writer.append(sent)
@@ -218,7 +216,6 @@ async def test_another_writer_is_refused_and_a_released_topic_is_free(cluster: C
     for second in (other, NativeOwner(cluster.service_url, topic)):
         with pytest.raises(SeqdedupeError, match="NOT_OWNER"):
             await second.open()
-    assert writer.is_connected
     await writer.close()
     await (await other.open()).close()
 
@@ -244,7 +241,6 @@ async def test_what_a_broker_takes_for_a_duplicate_is_a_failure(cluster: Cluster
     writer.append(numbered(10, 10))
     assert "duplicate" in await owner.until_failed()
     assert not owner.confirmed
-    assert not writer.is_connected
     await writer.close()
     assert len(await all_of(cluster, topic)) == 11
 
@@ -274,7 +270,6 @@ async def test_what_has_no_receipt_is_unknown_and_never_sent_again(
             await asyncio.to_thread(client.create_producer, topic, access_mode=mode)
     writer.append(numbered(MANY + 50, 10))
     await owner.until_failed()
-    assert not writer.is_connected
     await asyncio.to_thread(client.close)
     await writer.close()
     await cluster.until_nobody_writes(topic)
@@ -307,9 +302,8 @@ async def test_an_opening_whose_number_cannot_be_claimed_does_not_keep_the_topic
         raise OSError("no space left on device")
 
     owner = NativeOwner(cluster.service_url, topic)
-    client: Any = None
     with pytest.raises(OSError, match="no space left"):
-        await open_writer(client, topic, "one", 0, refuse, {}, owner._settle, brokers=owner.brokers)
+        await open_writer(owner.brokers, topic, "one", 0, refuse, {}, owner._settle, EntryFormat.NATIVE)
     await (await owner.open()).close()
 
 
@@ -317,14 +311,14 @@ async def test_cut_lines_and_unloaded_topics_are_read_on_without_a_gap(
     cluster: Cluster, line: Line, topic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await cluster.create(topic)
-    monkeypatch.setattr(native_topic, "READ_STEP_ENTRIES", 7)
+    monkeypatch.setattr(broker_wire, "READ_STEP_ENTRIES", 7)
     owner = NativeOwner(cluster.service_url, topic)
     writer = await owner.open()
     sent = numbered(0, MANY)
     writer.append(sent)
     await owner.until_confirmed(1 + MANY)
     await writer.close()
-    reader = await open_native_reader(Brokers(line.service_url), topic, None)
+    reader = await open_reader(Brokers(line.service_url), topic, None, EntryFormat.NATIVE)
     found: dict[MessageId, PulsarMessage] = {}
     async with asyncio.timeout(LIMIT_SECONDS):
         for change in (1, 2, 3, None):
@@ -344,7 +338,7 @@ async def test_who_no_longer_waits_loses_nothing_and_closing_ends_the_waiting(cl
     await cluster.create(topic)
     owner = NativeOwner(cluster.service_url, topic)
     writer = await owner.open()
-    reader = await open_native_reader(owner.brokers, topic, owner.confirmed[0])
+    reader = await open_reader(owner.brokers, topic, owner.confirmed[0], EntryFormat.NATIVE)
     await read(reader, 1)
     for _ in range(3):
         with pytest.raises(TimeoutError):
@@ -380,9 +374,8 @@ async def test_ledgers_that_roll_over_under_a_live_producer(start_broker: StartB
     broker = start_broker(managedLedgerMaxEntriesPerLedger=20, managedLedgerMinLedgerRolloverTimeMinutes=0)
     cluster = Cluster(broker.service_url, broker.admin_url)
     await cluster.create(topic, deduplicates=False)
-    client: Any = None
     settings = EntrySettings(EntryFormat.NATIVE, "SEQUENCE_ID", 0, "host:6680")
-    log = PulsarLog(shared(client, cluster, Brokers(cluster.service_url)), topic, INCARNATION, settings)
+    log = PulsarLog(shared(cluster), topic, INCARNATION, settings)
     await log.begin(0)
     owner = await OwnerOfLog(log, 1).open()
     for index in range(300):
@@ -398,7 +391,7 @@ async def test_ledgers_that_roll_over_under_a_live_producer(start_broker: StartB
 
 
 async def test_without_a_broker_it_is_unreadable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_topic, "OPEN_SECONDS", 1.0)
+    monkeypatch.setattr(broker_wire, "OPEN_SECONDS", 1.0)
     brokers = Brokers(f"pulsar://127.0.0.1:{free_port()}")
     with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
-        await open_native_reader(brokers, "persistent://public/default/topic", MessageId(1, 2))
+        await open_reader(brokers, "persistent://public/default/topic", MessageId(1, 2), EntryFormat.NATIVE)

@@ -42,6 +42,10 @@ def sidecar(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         ("TestProducerDuplicateNameOnSameTopic", False),
         ("TestExclusiveProducer", False),
         ("TestSendConcurrently", True),
+        ("TestReader", True),
+        ("TestReaderHasNext", True),
+        ("TestReaderLatestInclusiveHasNext", True),
+        ("TestJsonSchema", True),
     ],
 )
 def test_a_test_of_the_go_client_passes(

@@ -11,12 +11,12 @@ import pulsar.asyncio
 import pytest
 
 from pulsar_broker.standalone import Broker
-from seqdedupe.log.pulsar import log, policies, writer
+from seqdedupe.log.pulsar import writer
 from seqdedupe.log.pulsar.entries import EntryFormat
 from tests.pulsar.faults import SEND_TIMEOUT_SECONDS, Faults, Load, check_all
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, kill_and_start, quiet
-from tests.pulsar.publishers import Process, check, found_by_a_stock_client
+from tests.pulsar.publishers import Process
 
 BOTH = pytest.mark.parametrize("entry_format", EntryFormat, ids=lambda entry_format: entry_format.value)
 MARKER_AND_SESSION = 2
@@ -32,8 +32,8 @@ async def test_what_is_unknown_settles_without_an_operator(
     entry_format: EntryFormat,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Native entries need no deduplication of Pulsar's.
-    await cluster.create(topic, deduplicates=entry_format is not EntryFormat.NATIVE)
+    # Nothing is sent twice: Pulsar's deduplication is not needed.
+    await cluster.create(topic, deduplicates=False)
     monkeypatch.setattr(writer, "SEND_TIMEOUT_SECONDS", SEND_TIMEOUT_SECONDS)
     async with (
         Line(broker) as line,
@@ -74,46 +74,6 @@ async def test_a_broker_is_killed_and_started_again(
             name = f"{topic}-{entry_format.value}"
             other = Process(cluster, name, entry_format, tmp_path, f"other-{entry_format.value}")
             await check_all(cluster, name, load, other, entry_format)
-
-
-@pytest.mark.parametrize("deduplicates", [True, False])
-async def test_without_pulsars_deduplication_its_consumers_see_doubles(
-    broker: Broker,
-    cluster: Cluster,
-    topic: str,
-    tmp_path: Path,
-    deduplicates: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Anyone who applies the documented rules sees none in either case: a repeat counts for nobody."""
-
-    async def unchecked(*_: object) -> None:
-        """A topic is not opened without it."""
-
-    async def seems_safe(*_: object, **more: object) -> str:
-        """Nor does one that is open take anything without it."""
-        return ""
-
-    monkeypatch.setattr(log, "check_deduplicates", unchecked)
-    monkeypatch.setattr(policies.Looks, "why_unsafe", seems_safe)
-    await cluster.create(topic, deduplicates=deduplicates)
-    async with (
-        Line(broker) as line,
-        Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one", line) as process,
-        Load(process) as load,
-    ):
-        await load.begin()
-        await load.goes_on()
-        line.hold_answers()
-        await load.is_full()
-        await cluster.until_received(topic, process.topic.next_index + MARKER_AND_SESSION)
-        line.cut()
-        await load.goes_on()
-        await load.end()
-    found = await found_by_a_stock_client(cluster, topic)
-    check(found, [load.publisher])
-    doubles = len(found.payloads) - len(set(found.payloads))
-    assert bool(doubles) is not deduplicates
 
 
 @pytest.mark.parametrize("deduplicates", [True, False])

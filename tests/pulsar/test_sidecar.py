@@ -12,7 +12,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.client import blocking
 from seqdedupe.errors import EXIT_WRONG, ConfigurationError, SeqdedupeError, UnavailableError
 from seqdedupe.log.pulsar.admin_url import AdminUrl
-from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar.calls import Client as RawClient

@@ -20,8 +20,8 @@ from seqdedupe.entry_properties import FORMAT, INCARNATION, MODE, PARTITIONS
 from seqdedupe.errors import NotFoundError, PositionError, SeqdedupeError
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.log.pulsar import entries, taking_over
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EncodedBatch, EntryFormat, EntrySettings, PulsarMessage
-from seqdedupe.log.pulsar.entry_limit import Brokers
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark.cluster import broker_connection, cluster_client, stock_reader
@@ -47,13 +47,15 @@ async def create(cluster: Cluster, topic: str, entry_format: EntryFormat, incarn
     await cluster.admin.set_policy(topic, "deduplicationEnabled", True)
 
 
-def log_of(cluster: Cluster, client: pulsar.asyncio.Client, topic: str, entry_format: EntryFormat) -> PulsarLog:
+def log_of(cluster: Cluster, topic: str, entry_format: EntryFormat) -> PulsarLog:
     async def claim(_: str, known: int) -> int:
         return next(number for number in _openings if number > known)
 
-    clock, connect, answers = lambda: time.time_ns() // 1_000_000, cluster.connect, cluster.answers
+    def now_ms() -> int:
+        return time.time_ns() // 1_000_000
+
     brokers = Brokers(cluster.service_url)
-    shared = PulsarResources(client, "one", "host:6680", clock, claim, cluster.admin, connect, answers, brokers)
+    shared = PulsarResources("one", "host:6680", now_ms, claim, cluster.admin, cluster.answers, brokers)
     return PulsarLog(shared, topic, OF_LOG, EntrySettings(entry_format, "SEQUENCE_ID", 0, "host:6680"))
 
 
@@ -136,7 +138,7 @@ async def test_everything_is_where_the_log_says(
 ) -> None:
     """Three owners, each in its own ledger, and an entry of the first one that comes too late."""
     await create(cluster, topic, entry_format)
-    log = log_of(cluster, client, topic, entry_format)
+    log = log_of(cluster, topic, entry_format)
     await written(log, cluster, topic, 3, 40)
     await send(cluster, client, topic, entry_format)
     rows = await source.rows()
@@ -166,7 +168,7 @@ async def test_a_stream_reads_on_where_it_was(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
     await create(cluster, topic, entry_format)
-    log = log_of(cluster, client, topic, entry_format)
+    log = log_of(cluster, topic, entry_format)
     begun = source.stream()
     offset = await asyncio.to_thread(begun.latestOffset, begun.initialOffset(), begun.getDefaultReadLimit())
     assert offset == {topic: f"{OF_LOG}/start@-1", "starts": {topic: f"{OF_LOG}/start@-1"}}
@@ -225,7 +227,7 @@ async def test_what_is_trimmed_in_mid_read_is_missed(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, fails: bool
 ) -> None:
     await create(cluster, topic, EntryFormat.PACKED)
-    log = log_of(cluster, client, topic, EntryFormat.PACKED)
+    log = log_of(cluster, topic, EntryFormat.PACKED)
     await written(log, cluster, topic, 2, 40, unloads_at_end=False)
     reader = source.batch(failOnDataLoss=fails)
     [part] = await asyncio.to_thread(reader.partitions)
@@ -265,7 +267,7 @@ async def test_an_unloaded_topic_is_read_on(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source, entry_format: EntryFormat
 ) -> None:
     await create(cluster, topic, entry_format)
-    await written(log_of(cluster, client, topic, entry_format), cluster, topic, 2, 20)
+    await written(log_of(cluster, topic, entry_format), cluster, topic, 2, 20)
     reader = source.batch()
     [part] = await asyncio.to_thread(reader.partitions)
     found: list[int] = []
@@ -284,7 +286,7 @@ async def test_a_topic_that_was_made_anew_is_another_one(
     cluster: Cluster, client: pulsar.asyncio.Client, topic: str, source: Source
 ) -> None:
     await create(cluster, topic, EntryFormat.PLAIN)
-    await written(log_of(cluster, client, topic, EntryFormat.PLAIN), cluster, topic, 1, 2)
+    await written(log_of(cluster, topic, EntryFormat.PLAIN), cluster, topic, 1, 2)
     reader = source.batch()
     planned = await asyncio.to_thread(reader.partitions)
     await cluster.admin.delete_topic(topic)
@@ -318,7 +320,7 @@ async def test_what_was_there_before_a_take_over_is_not_read(
     await producer.close()
     before = taking_over.properties_of(await cluster.admin.stored_before(topic))
     await cluster.admin.set_properties(topic, before)
-    await written(log_of(cluster, client, topic, EntryFormat.NATIVE), cluster, topic, 1, 10, unloads_at_end=False)
+    await written(log_of(cluster, topic, EntryFormat.NATIVE), cluster, topic, 1, 10, unloads_at_end=False)
     begun = list[MessageId]()
     open_at = BrokerConnection._reader
 

@@ -6,16 +6,16 @@ import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pulsar
 import pytest
 
 from pulsar_broker.standalone import Broker
-from seqdedupe.log.pulsar import policies
 from seqdedupe.log.pulsar import topic_owner as owner_module
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat
+from seqdedupe.pulsar_wire.connection import Connection
 from seqdedupe.topic.base import State
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
 from tests.pulsar.line import Line
@@ -178,46 +178,41 @@ async def test_an_owner_that_is_well_keeps_a_topic_that_is_unloaded(two: Two, cl
     await two.finish()
 
 
-async def test_without_pulsars_deduplication_a_topic_takes_nothing_until_it_is_on_again(
-    cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(policies, "LOOK_SECONDS", 0.1)
-    await cluster.create(topic)
-    async with Process(cluster, topic, EntryFormat.PLAIN, tmp_path, "one") as one:
-        publisher = Publisher("p", lambda: [one.topic])
-        await one.start()
-        publishing = asyncio.ensure_future(publisher.publish(MANY))
-        await until(lambda: publisher.acknowledged > 100)
-        await cluster.admin.set_policy(topic, "deduplicationEnabled", False)
-        await until(lambda: one.topic.state is not State.SERVING and "set-deduplication --enable" in one.topic.why)
-        acknowledged = publisher.acknowledged
-        await cluster.admin.set_policy(topic, "deduplicationEnabled", True)
-        await until(lambda: publisher.acknowledged > acknowledged + 100)
-        publishing.cancel()
-        await asyncio.wait([publishing])
-        await one.topic.flight.all_of_now()
-        found = (await stored(one.topic))["p"]
-        assert found == list(range(len(found)))
-
-
 class Blind(PulsarAdmin):
     """Sees nobody."""
 
     async def stats(self, topic: str) -> TopicStats:
-        return TopicStats((), 0, True)
+        return TopicStats((), 0)
+
+
+class Watched(Brokers):
+    """Keeps its last connection, which only this test closes unless it `closes`."""
+
+    made: Connection
+
+    def __init__(self, service_url: str, *, closes: bool) -> None:
+        super().__init__(service_url)
+        self._closes = closes
+
+    async def connection(self, topic: str) -> Connection:
+        self.made = await super().connection(topic)
+        if not self._closes:
+
+            async def stay() -> None:
+                pass
+
+            self.made.close = stay  # type: ignore[method-assign]
+        return self.made
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
-async def test_a_wait_that_is_cancelled_never_gets_the_topic(
-    cluster: Cluster, topic: str, monkeypatch: pytest.MonkeyPatch, is_closed: bool
-) -> None:
-    """One whose client is not closed does, and keeps it from all others."""
+async def test_a_wait_that_is_cancelled_never_gets_the_topic(cluster: Cluster, topic: str, is_closed: bool) -> None:
+    """One whose connection is not closed does, and keeps it from all others."""
     await cluster.create(topic)
-    clients = [cluster.connect() for _ in range(2)]
-    holder = await clients[0].create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
-    if not is_closed:
-        monkeypatch.setattr(owner_module, "_closed", _left)
-    waits = asyncio.ensure_future(owner_module.wait_until_free(topic, Blind(cluster.url), lambda: clients[1]))
+    client = cluster.connect()
+    holder = await client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
+    brokers = Watched(cluster.service_url, closes=is_closed)
+    waits = asyncio.ensure_future(owner_module.wait_until_free(topic, Blind(cluster.url), brokers))
 
     async def is_waited_for() -> bool:
         return (await cluster.admin.stats(topic)).waiting_publishers == 1
@@ -230,7 +225,7 @@ async def test_a_wait_that_is_cancelled_never_gets_the_topic(
 
         async def is_taken() -> bool:
             try:
-                again = await clients[0].create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
+                again = await client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.Exclusive)
             except pulsar.asyncio.PulsarException:
                 return False
             await again.close()
@@ -245,13 +240,8 @@ async def test_a_wait_that_is_cancelled_never_gets_the_topic(
             return bool((await cluster.admin.stats(topic)).publishers)
 
         await until(is_held)
-    await clients[0].close()
-    if not is_closed:
-        await clients[1].close()
-
-
-async def _left(_: Any) -> None:
-    pass
+    await client.close()
+    await Connection.close(brokers.made)
 
 
 async def test_three_processes_and_what_ends_or_stops_them(

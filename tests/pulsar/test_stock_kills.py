@@ -6,7 +6,13 @@ import pytest
 
 from pulsar_broker.distribution import Unavailable
 from pulsar_broker.standalone import Broker
-from tests.broker_sidecar.door.stock_kills import Commands, round_at_broker, round_at_sidecar, round_at_two_sidecars
+from tests.broker_sidecar.door.stock_kills import (
+    Commands,
+    round_at_broker,
+    round_at_sidecar,
+    round_at_two_sidecars,
+    round_at_workers,
+)
 from tests.broker_sidecar.door.stock_processes import RIGHT, command_of
 from tests.tiers import GO, JAVA
 
@@ -29,6 +35,13 @@ def go(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 def test_go_loses_and_doubles_nothing_at_a_sidecar(go: Commands, tmp_path: Path) -> None:
     found = round_at_sidecar(tmp_path, go, 1, ("kill_client", "kill_sidecar"))
     assert found.verdicts == {"go": RIGHT}
+
+
+def test_nothing_is_lost_or_doubled_at_workers(commands: Commands, go: Commands, tmp_path: Path) -> None:
+    plan = ("kill_worker", "kill_client", "kill_client", "kill_worker", "kill_client", "kill_worker")
+    found = round_at_workers(tmp_path, commands | go, 1, plan)
+    assert found.faults == {"worker": 3, "python": 1, "java": 1, "go": 1}
+    assert found.verdicts == dict.fromkeys(found.verdicts, RIGHT)
 
 
 def test_nothing_is_lost_or_doubled_at_two_sidecars(

@@ -10,9 +10,8 @@ import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
-from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.connection import Connection, EntryProducer, WirePlace, connect, connect_to_owner
-from seqdedupe.pulsar_wire.frames import entry_frame_bytes, stamped
+from seqdedupe.pulsar_wire.frames import COMPRESSIONS, entry_frame_bytes, stamped
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, SNAPPY, ZLIB, ZSTD, CompressionType, WaitForExclusive
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.pulsar.owners import Cluster
@@ -67,7 +66,7 @@ async def opened(connection: Connection, topic: str, log: Log) -> EntryProducer:
     return await connection.producer(topic, log.receipt, log.end, name="wire")
 
 
-@pytest.mark.parametrize("compression", TYPES)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 async def test_a_stock_consumer_reads_what_we_write(
     owner: Connection, client: pulsar.asyncio.Client, topic: str, compression: CompressionType.ValueType
 ) -> None:
@@ -109,7 +108,7 @@ async def test_our_reader_gets_entries_as_they_were_written(owner: Connection, t
         await reader.close()
 
 
-@pytest.mark.parametrize("compression", TYPES)
+@pytest.mark.parametrize("compression", COMPRESSIONS)
 async def test_we_read_what_the_stock_client_writes(
     owner: Connection, client: pulsar.asyncio.Client, topic: str, compression: CompressionType.ValueType
 ) -> None:
@@ -157,7 +156,7 @@ async def test_a_topic_has_one_exclusive_producer(owner: Connection, cluster: Cl
         await rival.partitions(topic)
         assert not waiting.done()
         await producer.close()
-        assert (await waiting).topic_epoch == (producer.topic_epoch or 0) + 1
+        assert (await waiting).name == "waiter"
         await rival.close()
     assert [unknown for _, unknown in log.ends] == [()]
     assert second.ends == []
@@ -175,7 +174,6 @@ async def test_an_unload_ends_a_producer_and_nothing_is_sent_again(
         while producer.outstanding < 16 and not log.ends:
             producer.send(sent, entry, rows=len(ROWS))
             sent += 1
-        await owner.drain()
         await asyncio.sleep(0)
     await unloading
     [(why, unknown)] = log.ends

@@ -23,8 +23,8 @@ from google.protobuf.message import DecodeError
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire import rows as kernels
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, PulsarBatch, batch_of, kind_of, rows_of
-from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.frames import (
+    COMPRESSIONS,
     Splitter,
     WireEntry,
     command_frame,
@@ -141,7 +141,7 @@ def rows_case(random: Random, seen: Seen) -> None:
 
 def entries_case(random: Random, seen: Seen) -> None:
     """A whole entry in which anything may be changed, behind a checksum that is right or wrong."""
-    entry = batch_of(EntryRows.of(some_rows(random)), b"p", 1, random.choice(TYPES))
+    entry = batch_of(EntryRows.of(some_rows(random)), b"p", 1, random.choice(COMPRESSIONS))
     metadata, payload = bytes(stamped(entry, b"ours").metadata), bytes(entry.payload)
     if random.random() < 0.5:
         metadata = spoilt(random, metadata)

@@ -7,15 +7,15 @@ import zlib
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.pulsar_wire import compression
-from seqdedupe.pulsar_wire.compression import TYPES, compress, decompress
+from seqdedupe.pulsar_wire import frames
+from seqdedupe.pulsar_wire.frames import COMPRESSIONS, compress, decompress
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, SNAPPY, ZLIB, ZSTD, CompressionType
 
 MAX_BYTES = 1_000_000
 DATA = b"hello " * 5000
 
 
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("kind", COMPRESSIONS)
 @pytest.mark.parametrize("data", [b"", b"x", DATA])
 def test_what_is_compressed_is_decompressed(kind: CompressionType.ValueType, data: bytes) -> None:
     for given in (data, memoryview(data), memoryview(bytearray(data))):
@@ -63,7 +63,7 @@ def test_an_unknown_type_is_refused() -> None:
 
 
 def test_without_the_package_its_name_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    compression._codecs.cache_clear()
+    frames._codecs.cache_clear()
     monkeypatch.setitem(sys.modules, "cramjam", None)
     assert decompress(NONE, b"x", 1, MAX_BYTES) == b"x"
     assert decompress(ZLIB, compress(ZLIB, b"x"), 1, MAX_BYTES) == b"x"

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import uvloop
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.pulsar_wire import connection as module
@@ -39,6 +41,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     ServerError,
 )
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from tests.listener import Listener
 
 METADATA = MessageMetadata(producer_name=b"p", sequence_id=1, publish_time=1).SerializeToString()
 ENTRY = WireEntry(METADATA, b"payload")
@@ -81,7 +84,7 @@ class FakeBroker:
             ),
             "producer": lambda peer, command: peer.say(
                 "producer_success",
-                CommandProducerSuccess(request_id=command.request_id, producer_name="named", topic_epoch=4),
+                CommandProducerSuccess(request_id=command.request_id, producer_name="named", schema_version=b"4"),
             ),
             "send": lambda peer, command: peer.say("send_receipt", receipt(command, command.sequence_id)),
             "close_producer": lambda peer, command: peer.say("success", CommandSuccess(request_id=command.request_id)),
@@ -94,14 +97,9 @@ class FakeBroker:
         peer = Peer(self, writer)
         self.peers.append(peer)
         splitter = Splitter(1_000_000)
-        try:
-            while data := await reader.read(65_536):
-                for frame in splitter.feed(data):
-                    self._take(peer, frame)
-        except OSError:
-            pass
-        finally:
-            writer.close()
+        while data := await reader.read(65_536):
+            for frame in splitter.feed(data):
+                self._take(peer, frame)
 
     def _take(self, peer: Peer, frame: PulsarFrame) -> None:
         self.commands.append(frame.command)
@@ -144,21 +142,15 @@ MakeBroker = Callable[[], Awaitable[FakeBroker]]
 
 @pytest.fixture
 async def make_broker() -> AsyncIterator[MakeBroker]:
-    servers = []
+    async with AsyncExitStack() as listeners:
 
-    async def make() -> FakeBroker:
-        broker = FakeBroker()
-        server = await asyncio.start_server(broker.serve, "127.0.0.1")
-        servers.append((server, broker))
-        broker.url = f"pulsar://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        return broker
+        async def make() -> FakeBroker:
+            broker = FakeBroker()
+            listener = await listeners.enter_async_context(Listener(broker.serve))
+            broker.url = f"pulsar://127.0.0.1:{listener.port}"
+            return broker
 
-    yield make
-    for server, broker in servers:
-        server.close()
-        for peer in broker.peers:
-            peer.cut()
-        await server.wait_closed()
+        yield make
 
 
 @pytest.fixture
@@ -187,7 +179,7 @@ async def test_a_connection_asks_and_is_answered(connection: Connection, broker:
 async def test_receipts_come_in_order(connection: Connection) -> None:
     log = Log()
     producer = await opened(connection, log)
-    assert (producer.name, producer.topic_epoch, producer.last_sequence_id) == ("named", 4, -1)
+    assert (producer.name, producer.schema_version, producer.last_sequence_id) == ("named", b"4", -1)
     for k in (3, 1, 2):
         producer.send(k, ENTRY)
     assert producer.outstanding == 3
@@ -272,6 +264,30 @@ async def test_requests_fail_with_their_connection(connection: Connection, broke
     assert not connection.is_open
     with pytest.raises(SeqdedupeError, match="LOG_REFUSED"):
         await connection.partitions("t")
+
+
+def test_what_is_sent_on_a_closed_connection_is_lost_on_the_sidecars_own_loop_too() -> None:
+    async def run() -> None:
+        broker = FakeBroker()
+        broker.answers["send"] = lambda peer, _: peer.cut()
+        server = await asyncio.start_server(broker.serve, "127.0.0.1")
+        connection = await connect(f"pulsar://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        log = Log()
+        producer = await opened(connection, log)
+        sent = 0
+        # One at each turn of the loop: also at the one when the connection is closed, and nobody has read that.
+        try:
+            while not log.ended.done():
+                producer.send(sent, ENTRY)
+                sent += 1
+                await asyncio.sleep(0)
+        finally:
+            await connection.close()
+            server.close()
+        why, unknown = log.ended.result()
+        assert (why.reason, unknown) == ("LOG_REFUSED", tuple(range(sent)))
+
+    uvloop.run(run())
 
 
 async def test_a_request_without_an_answer_ends(connection: Connection, broker: FakeBroker) -> None:

@@ -392,7 +392,7 @@ def test_dead_letters_have_no_key_of_their_own(sqlite: Engine, client: Client, t
     client.admin.create_topic(letters, partitions=2, deduplication_mode="deduplication-id", deduplication_route="key")
     publish("0", "1")
     handle, _ = refusing(0)
-    with pytest.raises(SeqdedupeError, match="keys") as raised:
+    with pytest.raises(SeqdedupeError, match="by key") as raised:
         Consumer(client, topic, "c", sqlite, handle, config=replace(DEAD, dead_letter_topic=letters)).run(follow=False)
     assert raised.value.reason == "INVALID_OPTION"
     make_table(sqlite)

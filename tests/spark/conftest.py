@@ -32,6 +32,10 @@ SPARK = {
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """A session with two cores, and four tries of each task. Its workers find the modules of this repository."""
+    if session := SparkSession.getActiveSession():
+        # Where another folder imports this fixture, pytest takes it for another one.
+        yield session
+        return
     os.environ["PYTHONPATH"] = path = workers_path(QUICK_PYTHON, REPOSITORY)
     # Workers get the environment of now; the server is started by who needs it.
     os.environ |= server().environment

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.errors import ConfigurationError, InvalidRequestError
-from seqdedupe.log.pulsar.pulsar_client import OAuth2
+from seqdedupe.log.pulsar.tokens import OAuth2
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.names import topic_name
 from seqdedupe_spark.cluster.broker_connection import token_of

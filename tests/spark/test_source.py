@@ -513,7 +513,7 @@ class TestReplay:
         assert Stream(source.stream(topicsPattern=topic).reader, {}).replayed(end) == numbers(0, 4)
         assert source.stream(topic=topic, startingOffsets="earliest").replayed(end) == numbers(0, 4)
         for options in ({}, {"startingTime": 5}, {"startingOffsets": json.dumps({topic: 2})}):
-            with pytest.raises(SeqdedupeError, match="does not say where its first batch starts") as failure:
+            with pytest.raises(SeqdedupeError, match="does not contain the first batch") as failure:
                 source.stream(topic=topic, **options).replayed(end)
             assert "a new checkpoint" in failure.value.hint
 

@@ -9,9 +9,9 @@ from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
-from seqdedupe.log.pulsar.reader import fields_of
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe_spark import stock
+from seqdedupe_spark.cluster.broker_connection import fields_of
 from seqdedupe_spark.cluster.stock_reader import exact_keys, keys_in, stored
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.message_columns import SCHEMA, columns_of, to_arrow

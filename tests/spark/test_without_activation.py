@@ -8,25 +8,28 @@ import sys
 from pathlib import Path
 
 import pytest
+from pyspark.sql import SparkSession
 
 from seqdedupe.client import blocking
+from seqdedupe.errors import ConfigurationError
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe_spark.session import register
 from tests.spark.conftest import SPARK
 
 JOB = """
 import json, sys
+from py4j.protocol import Py4JJavaError
 from pyspark.sql import SparkSession
-from seqdedupe.errors import SeqdedupeError
 from seqdedupe_spark.session import register
-keys, address, topic, registers = json.loads(sys.argv[1]), *sys.argv[2:]
+keys, address, topic = json.loads(sys.argv[1]), *sys.argv[2:]
 spark = SparkSession.builder.master("local[1]").config(map=keys).getOrCreate()
-if registers == "yes":
-    try:
-        register(spark)
-    except SeqdedupeError as e:
-        sys.exit(f"{e} {e.hint}")
-rows = spark.read.format("seqdedupe").option("service.url", address).option("topic", topic).load()
-print(sorted(bytes(row.value).decode() for row in rows.select("value").collect()))
+reader = spark.read.format("seqdedupe").option("service.url", address).option("topic", topic)
+try:
+    reader.load()
+except Py4JJavaError as e:
+    print(e)
+register(spark)
+print(sorted(bytes(row.value).decode() for row in reader.load().select("value").collect()))
 """
 
 
@@ -41,15 +44,15 @@ def foreign(tmp_path: Path) -> Path:
     return python
 
 
-def run(sidecar: Sidecar, topic: str, foreign: Path, registers: str, **more: str) -> tuple[int, str, str]:
+def run(sidecar: Sidecar, topic: str, foreign: Path) -> tuple[int, str, str]:
     removed = ("PYSPARK_PYTHON", "PYSPARK_DRIVER_PYTHON", "PYTHONPATH", "VIRTUAL_ENV")
     environment = {name: value for name, value in os.environ.items() if name not in removed}
     environment["PATH"] = f"{foreign.parent}{os.pathsep}{environment['PATH']}"
     keys = SPARK | {"spark.log.level": "ERROR", "spark.local.dir": str(foreign.parent)}
     keys["spark.sql.warehouse.dir"] = str(foreign.parent)
     done = subprocess.run(
-        [sys.executable, "-c", JOB, json.dumps(keys), sidecar.address, topic, registers],
-        env=environment | more,
+        [sys.executable, "-c", JOB, json.dumps(keys), sidecar.address, topic],
+        env=environment,
         cwd=foreign.parent,
         capture_output=True,
         text=True,
@@ -67,21 +70,41 @@ def published(shared_sidecar: Sidecar, topic: str) -> str:
 
 
 def test_a_job_finds_the_source_if_it_registers_it(shared_sidecar: Sidecar, published: str, foreign: Path) -> None:
-    status, rows, said = run(shared_sidecar, published, foreign, "yes")
-    assert (status, rows) == (0, "['one', 'two']\n"), said
-    # The control arm: Spark alone looks with the wrong Python.
-    status, _, said = run(shared_sidecar, published, foreign, "no")
-    assert status != 0
-    assert "DATA_SOURCE_NOT_FOUND" in said
+    status, printed, said = run(shared_sidecar, published, foreign)
+    assert status == 0, said
+    # The control arm: until then Spark alone looks, with the wrong Python.
+    without, _, rows = printed.rstrip("\n").rpartition("\n")
+    assert "DATA_SOURCE_NOT_FOUND" in without
+    assert rows == "['one', 'two']"
 
 
 def test_a_python_that_was_chosen_is_used_and_one_without_the_package_is_named(
-    shared_sidecar: Sidecar, published: str, foreign: Path
+    spark: SparkSession,
+    shared_sidecar: Sidecar,
+    published: str,
+    foreign: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    status, rows, said = run(shared_sidecar, published, foreign, "yes", PYSPARK_PYTHON=sys.executable)
-    assert (status, rows) == (0, "['one', 'two']\n"), said
-    status, _, said = run(shared_sidecar, published, foreign, "yes", PYSPARK_PYTHON=str(foreign))
-    assert status != 0
-    last = said.strip().splitlines()[-1]
-    assert last.startswith(f"Spark starts '{foreign}' for its Python processes, which cannot import seqdedupe_spark: ")
-    assert f"On this machine {sys.executable} has it." in last
+    """In the session of all tests, as if it had been created with them."""
+    used, chosen = tmp_path / "used", tmp_path / "chosen"
+    chosen.write_text(f'#!/bin/sh\ntouch {used}\nexec {sys.executable} "$@"\n')
+    chosen.chmod(0o755)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setenv("PYSPARK_PYTHON", str(chosen))
+            patch.setattr(spark.sparkContext, "pythonExec", str(chosen))
+            register(spark)
+            used.unlink()
+            rows = spark.read.format("seqdedupe").options(**{"service.url": shared_sidecar.address, "topic": published})
+            assert sorted(bytes(row.value) for row in rows.load().select("value").collect()) == [b"one", b"two"]
+            assert used.exists()
+            patch.delenv("PYTHONPATH")  # the session's, which has this repository
+            patch.setattr(spark.sparkContext, "pythonExec", str(foreign))
+            with pytest.raises(ConfigurationError) as raised:
+                register(spark)
+    finally:
+        register(spark)
+    named = f"Spark starts '{foreign}' for its Python processes, which cannot import seqdedupe_spark: "
+    assert raised.value.message.startswith(named)
+    assert f"On this machine {sys.executable} has it." in raised.value.hint

@@ -21,7 +21,7 @@ from seqdedupe.core import id_slots
 from seqdedupe.core.id_window import IdWindow, Moment
 from seqdedupe.core.rule import DUP, NOT_DUP, UNKNOWN
 from seqdedupe.errors import SeqdedupeError
-from seqdedupe.format.columns import ROWS
+from seqdedupe.format.layout import ROWS
 from seqdedupe.format.records import body_of
 from seqdedupe.message_id import MessageId
 from seqdedupe.store import windows as stored_ids

@@ -1,7 +1,7 @@
 """Power cuts at every step of an import, and of another one of the same file: see `tests.store.power`.
 
 What the log says was imported is wholly in force after any of them; what it does not say is as if it had never been
-begun, and the same file brings it. About 30 s, one process.
+begun, and the same file brings it. About 15 s, one process.
 """
 
 import asyncio
@@ -35,6 +35,9 @@ from tests.topic.test_window_power import as_of_now
 SEED = 20_27
 CUTS = 1
 """At each moment."""
+
+SHARES = 2
+"""The power is cut at every second moment in one test, and at the others in another one."""
 
 FIRST = [KnownId(b"%03d-" % k + b"x" * (k * 7 % 250), HOUR_MS + k) for k in range(150)]
 OTHER = [KnownId(b"other %03d" % k, HOUR_MS + k) for k in range(60)]
@@ -145,11 +148,11 @@ class Life(Machine):
             self.answered.append(self.is_answered)
 
 
-async def check_all(life: Life, memory: Path, window: Path) -> int:
-    """Cuts the power at every moment; how often something was found in force."""
+async def check_all(life: Life, memory: Path, window: Path, share: slice = slice(None)) -> int:
+    """Cuts the power at every moment of a share; how often something was found in force."""
     rng = random.Random(SEED)
     in_force = 0
-    for moment, log_then, answered in zip(life.moments, life.logs_then, life.answered, strict=True):
+    for moment, log_then, answered in list(zip(life.moments, life.logs_then, life.answered, strict=True))[share]:
         for _ in range(CUTS):
             in_force += await check(with_files(memory / "cut", moment.cut(rng)), as_of_now(log_then), answered, window)
     return in_force
@@ -205,10 +208,11 @@ async def lived(memory: Path, monkeypatch: pytest.MonkeyPatch) -> Life:
     return life
 
 
-async def test_a_power_cut_at_every_step(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("share", range(SHARES))
+async def test_a_power_cut_at_every_step(memory: Path, monkeypatch: pytest.MonkeyPatch, share: int) -> None:
     life = await lived(memory, monkeypatch)
-    in_force = await check_all(life, memory, memory / "window")
-    assert 30 < in_force < CUTS * len(life.moments) - 30
+    in_force = await check_all(life, memory, memory / "window", slice(share, None, SHARES))
+    assert 15 < in_force < CUTS * len(life.moments) // SHARES - 15
     assert {"written", "before the sync", "synced, but not marked", "marked", "in the log", "answered"} <= {
         moment.what for moment in life.moments
     }

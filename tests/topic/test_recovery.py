@@ -11,7 +11,7 @@ import pytest
 
 from seqdedupe.core.producers import Producers
 from seqdedupe.errors import DamagedError, InvalidRequestError, PositionError, UnavailableError, error
-from seqdedupe.format.columns import TERM
+from seqdedupe.format.layout import TERM
 from seqdedupe.log.contract import Entries
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store

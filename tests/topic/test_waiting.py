@@ -12,7 +12,7 @@ import pytest
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, UnavailableError, error
 from seqdedupe.names import partition_name
 from seqdedupe.testing import LAST_RESORT_SECONDS
-from seqdedupe.topic import directory, listing
+from seqdedupe.topic import directory
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import delete, find, find_or_create
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache
@@ -89,9 +89,9 @@ def verdict(receipt: FrameReceipt) -> int:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """One topic is opened at the start; no other one has its turn by itself."""
-    monkeypatch.setattr(listing, "OPENED_AT_START", 1)
-    monkeypatch.setattr(listing, "APART_SECONDS", NEVER_SECONDS)
-    monkeypatch.setattr(listing, "USE_SECONDS", 120.0)
+    monkeypatch.setattr(directory, "OPENED_AT_START", 1)
+    monkeypatch.setattr(directory, "APART_SECONDS", NEVER_SECONDS)
+    monkeypatch.setattr(directory, "USE_SECONDS", 120.0)
 
 
 @pytest.fixture
@@ -121,11 +121,11 @@ async def test_a_start_opens_some_and_says_of_the_others_that_they_are_not_open(
     assert {told[name] for name in OTHERS} == {State.RECOVERING}
     closed = process.topics.look_at(LAST)
     assert isinstance(closed, Closed)
-    assert listing.WHY in closed.why.message
+    assert directory.WHY in closed.why.message
 
 
 async def test_a_start_with_room_opens_all(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "OPENED_AT_START", len(NAMES))
+    monkeypatch.setattr(directory, "OPENED_AT_START", len(NAMES))
     await process.restart()
     assert process.opened == dict.fromkeys(NAMES, 1)
     assert {topic.state for topic in process.topics.all()} == {State.SERVING}
@@ -162,7 +162,7 @@ async def test_many_who_use_one_open_it_once_and_who_gives_up_does_so_alone(proc
 
 
 async def test_who_uses_one_that_takes_long_is_told_so(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "USE_SECONDS", 0.01)
     process.hold_up()
     with pytest.raises(UnavailableError, match="is being opened") as caught:
         await find(process.topics, LAST)
@@ -174,15 +174,15 @@ async def test_who_uses_one_that_takes_long_is_told_so(process: Counted, monkeyp
 
 async def test_all_are_opened_in_their_turn(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that policies act on topics that nobody uses, and damage is found."""
-    monkeypatch.setattr(listing, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "APART_SECONDS", 0.0)
     await process.restart()
     await until(lambda: {topic.state for topic in process.topics.all()} == {State.SERVING})
     assert process.opened == dict.fromkeys(NAMES, 1)
 
 
 async def test_one_that_cannot_be_opened_holds_up_no_other(process: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listing, "APART_SECONDS", 0.0)
-    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "APART_SECONDS", 0.0)
+    monkeypatch.setattr(directory, "USE_SECONDS", 0.01)
     await process.stop()
     lost = record_of(process.topics, OTHERS[0]).incarnation
     there = process.storages.pop(lost)
@@ -195,7 +195,7 @@ async def test_one_that_cannot_be_opened_holds_up_no_other(process: Counted, mon
 async def test_nobody_waits_for_one_that_is_tried_again_and_again(
     process: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "USE_SECONDS", 0.01)
+    monkeypatch.setattr(directory, "USE_SECONDS", 0.01)
     process.refuses = True
     with pytest.raises(UnavailableError):
         await find(process.topics, LAST)

@@ -23,13 +23,13 @@ _loop_lock = threading.Lock()
 
 
 def check_is_there() -> None:
-    """Raise INVALID_REQUEST if the loop's thread does not exist, so that a call would never return. That is the case in
-    a forked process, and when the interpreter shuts down."""
+    """Raise INVALID_REQUEST if the loop's thread does not exist, because a call would then never return. The thread
+    does not exist in a forked process, and when the interpreter shuts down."""
     check_not_forked()
     if sys.is_finalizing():
         raise error(
             "INVALID_REQUEST",
-            "the interpreter has ended, and with it the client's thread",
+            "the interpreter has ended, so the client's thread has ended too",
             hint="Close producers and readers before: in a `with` block, or by atexit.",
         )
 
@@ -59,7 +59,7 @@ def run(begin: Callable[[], Coroutine[Any, Any, T]]) -> T:
     if threading.current_thread() is _thread:
         raise error(
             "INVALID_REQUEST",
-            "a call that blocks was made in the client's own thread, which would wait for itself",
+            "a call that blocks was made in the client's own thread, so the thread would wait for itself forever",
             hint="The garbage collector may run a `__del__` there: close producers and readers before they are lost.",
         )
     future = asyncio.run_coroutine_threadsafe(work(), loop)

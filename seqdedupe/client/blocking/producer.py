@@ -36,7 +36,7 @@ def _wait(pending: PendingBatch | SpreadBatch, timeout_seconds: float | None, *,
         what = "not durable" if pending.settled else "no receipt"
         raise error(
             "OUTCOME_UNKNOWN",
-            f"{what} within {timeout_seconds:g} seconds{because}; the client goes on sending",
+            f"{what} within {timeout_seconds:g} seconds{because}; the client continues to send",
             hint=None if why is None else why.hint,
         )
 
@@ -87,8 +87,8 @@ _producers: "weakref.WeakSet[BlockingTopicProducer | BlockingPartitionedProducer
 
 
 def _after_fork() -> None:
-    """Prepare all producers in a forked child, which has no loop thread: no send may wait for that thread, and the next
-    send raises an error."""
+    """Prepare all producers in a forked child, which has no loop thread. Afterwards the next `send` raises an error,
+    and does not wait for the missing thread."""
     for producer in _producers:
         producer.after_fork()
 
@@ -134,7 +134,7 @@ class BlockingTopicProducer(TopicProducer):
                 self._lock.release()
             except BaseException as e:
                 self._check_interrupt(e)
-                with suppress(RuntimeError):  # it was interrupted before it had the lock, or after
+                with suppress(RuntimeError):  # the interrupt came before the lock was acquired, or after
                     self._lock.release()
                 raise
             self._wait_for_room()
@@ -186,9 +186,9 @@ class BlockingTopicProducer(TopicProducer):
             raise
 
     def _check_interrupt(self, failure: BaseException) -> None:
-        """End the producer after an interrupt (Ctrl-C). An interrupt can occur between any two steps, and may leave
-        half a message, or a batch in no queue. After an interrupt nothing may be sent, and no caller may wait for a
-        receipt of such a batch."""
+        """End the producer after an interrupt (Ctrl-C). An interrupt can occur between any two steps. After an
+        interrupt, a message may be incomplete, or a batch may be missing from all queues. So the producer sends nothing
+        more, and no caller may wait for a receipt of such a batch."""
         if isinstance(failure, Exception):
             return
         with self._lock:
@@ -268,7 +268,8 @@ class BlockingTopicProducer(TopicProducer):
         )
 
     def _goes_on(self) -> bool:
-        """Return, with the lock held, whether there is room for more. Raises the error that ended the producer."""
+        """Return whether there is room for more messages. The caller holds the lock. Raises the error that ended the
+        producer."""
         check_is_there()
         if not self._has_room():
             return False
@@ -285,7 +286,7 @@ class BlockingTopicProducer(TopicProducer):
             self._wait_for_room()
 
     def _wait_for_room(self) -> None:
-        """Wait for room without holding the lock, so that `close` does not wait for a sender."""
+        """Wait for room in the queue without holding the lock. So `close` does not have to wait for a sender."""
         with self._room:
             self._room.wait_for(self._has_room)
 

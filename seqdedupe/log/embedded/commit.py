@@ -78,8 +78,8 @@ class Signal(Enum):
 
 
 def open_files_within(limit: int) -> int:
-    """Return how many files to hold open if the process may open `limit` files. The same number of further files may
-    wait for a sync."""
+    """Return the number of segment files that may stay open if the process may open `limit` files. The same number of
+    other files may wait for a sync."""
     return min(MAX_OPEN_FILES, max(1, limit // OPEN_FILES_SHARE))
 
 
@@ -172,8 +172,8 @@ class Committer:
         return work + [self.queue.get() for _ in range(self.queue.qsize())]
 
     def _round(self, work: list[WriteTerm | Closing]) -> None:
-        """Write all work of a round, and make the written data durable: with one sync of the journal, or by syncing
-        file by file."""
+        """Write all appends of a round, and make the written data durable, either with one sync of the journal or with
+        a sync of each file."""
         now_ms = self._clock_ms()
         written = []
         asked = []
@@ -257,8 +257,8 @@ class Committer:
             self._tell_durable(writer)
 
     def _leave(self, writer: Writer) -> None:
-        """Close the writer's file. If the file is not synced, the background thread syncs it before closing it. Data
-        that is not durable in the journal either is synced here."""
+        """Close the writer's file. If the file is not synced, the background thread syncs the file before it closes the
+        file. Data that is not in the journal either is synced here."""
         if self._syncer.is_full or writer.has_unsynced:
             try:
                 writer.sync_file()
@@ -441,7 +441,8 @@ class Journal:
             logger.warning("the journal %s is not emptied now: %s", self._folder, e)
 
     def end(self) -> None:
-        """End the journal: nothing is written to it any more. If the journal is empty, record that it is empty."""
+        """End the use of the journal. Afterwards no data is written to the journal. If the journal is empty, record
+        this fact."""
         try:
             if self._file is None and not self._to_forget and self._replay.is_empty:
                 self._tell(False)

@@ -14,8 +14,8 @@ import numpy as np
 
 from seqdedupe.batch import Int64s
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.format.journal import Part
+from seqdedupe.format.layout import BASE_INDEX, ROWS, SYNCED_OFFSET
 from seqdedupe.log.embedded.journal_replay import JournalReplay, why_not
 from seqdedupe.log.embedded.segment import WHAT_STANDS_THERE, LogIdentity, SegmentStep, damaged, read_step, segment_path
 from seqdedupe.log.embedded.tail import base_indexes, can_be_torn, headers_from, past_damage, read_what_can_be
@@ -27,7 +27,7 @@ and the check."""
 
 @dataclass(frozen=True, slots=True)
 class Intact:
-    """Complete records, one after the other. `table` has a place row (`format.columns`) for each record in `raw`."""
+    """Complete records, one after the other. `table` has a place row (`format.layout`) for each record in `raw`."""
 
     raw: bytes
     table: Int64s
@@ -238,7 +238,7 @@ class _File:
             yield Damage(self._path, offset, what, first, self._log.next_index, (raw, places))
 
     def _past(self, at: int, why: int) -> tuple[int, Damage | TornEnd | None]:
-        """Return the offset at which the inspection continues after the scan stopped at `at`, and what was found there.
+        """Return the offset at which the inspection continues after the scan stopped at `at`, and the finding at `at`.
         The finding is None if only the next file shows where the damage ends."""
         log = self._log
         first = log.next_index

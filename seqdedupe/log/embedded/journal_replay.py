@@ -94,12 +94,12 @@ class JournalReplay:
 
     @property
     def has_something(self) -> bool:
-        """Whether the journal has files to forget; False if it was not read yet."""
+        """Whether the journal has files that can be removed. False if the journal has not been read yet."""
         return bool(self._files)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the journal was read and no log needs any part of it any more."""
+        """Whether the journal has been read, and no log needs any data from the journal any more."""
         return self._is_read and not (self._files or self._parts or self._why)
 
     def look(self) -> list[str]:
@@ -109,7 +109,7 @@ class JournalReplay:
             return self.given_up
 
     def left(self) -> set[int]:
-        """Return the incarnations of the logs that have a part in the journal. Raises OSError."""
+        """Return the incarnations of the logs for which the journal contains data. Raises OSError."""
         with self._lock:
             self._read()
             return set(self._parts)
@@ -127,11 +127,9 @@ class JournalReplay:
             return list(self._parts.get(incarnation, ()))
 
     def take_back(self, folder: Path, identity: LogIdentity) -> None:
-        """Write a log's part of the journal to the log's segments. Durable on return.
-
-        Raises LOG_DAMAGED, NEWER_FORMAT; OSError. After OSError, the call can be repeated, because the journal keeps
-        the part.
-        """
+        """Write the data that the journal contains for a log to the log's segments. When this returns, the change is
+        durable. Raises LOG_DAMAGED, NEWER_FORMAT; OSError. After OSError, the call can be repeated, because the journal
+        keeps the part."""
         parts = self.parts_of(identity.incarnation)
         if not parts:
             return
@@ -149,8 +147,8 @@ class JournalReplay:
         """Forget all rounds of earlier processes. Parts that are not written back to their logs yet are kept, in one
         file per log.
 
-        Durable on return. Afterwards the journal's folder exists. Return whether new rounds may be written: False while
-        a part is damaged. Raises OSError; after it, no new round may be written either.
+        When this returns, the change is durable. Afterwards the journal's folder exists. Return whether new rounds may
+        be written: False while a part is damaged. Raises OSError. After an error, no new round may be written either.
         """
         with self._lock:
             self._read()
@@ -173,7 +171,7 @@ class JournalReplay:
 
     def begun(self, number: int) -> None:
         """Record the number of the first confirmed round in the newest file. From then on, a start notices the loss of
-        this file. Durable on return. Raises OSError."""
+        this file. When this returns, the change is durable. Raises OSError."""
         with self._begun_lock:
             self._tell_begun(number)
 
@@ -327,8 +325,8 @@ def confirmed(rounds: list[JournalRound], forgotten: int, begun: int) -> Iterato
     """Yield the confirmed rounds, in order. Yield None for a round that is missing, or so damaged that the affected
     logs are unknown.
 
-    The last round is omitted if it is torn. If it is not torn, it may have been confirmed, and is yielded. Each earlier
-    round was confirmed if the next confirmed round names it as the previous one. Refused rounds that are still in the
+    The last round is omitted if it is torn. Otherwise the last round may have been confirmed, and is yielded. An
+    earlier round was confirmed if the next confirmed round names it in `previous`. Refused rounds that are still in the
     file are skipped.
     """
     by_number = {found.number: found for found in rounds if found.number > forgotten}
@@ -352,7 +350,7 @@ def is_unconfirmed(last: JournalRound, begun: int) -> bool:
 def may_miss_later(raw: bytes, last: JournalRound, begun: int) -> bool:
     """Return whether rounds may be missing after the last readable round for a reason other than a power cut.
 
-    `raw` is the content of the file that has the round `last`.
+    `last` is the last readable round, and `raw` is the content of its file.
     """
     if last.damaged and not is_unconfirmed(last, begun):
         # The cause of this damage may also have damaged later rounds in the file.
@@ -361,8 +359,8 @@ def may_miss_later(raw: bytes, last: JournalRound, begun: int) -> bool:
 
 
 def put_back(folder: Path, identity: LogIdentity, parts: list[Part]) -> bool:
-    """Write a log's parts to the log's segments. Durable on return. Return False if the log has no segments. Raises
-    LOG_DAMAGED; OSError."""
+    """Write these parts of the journal to the log's segments. When this returns, the change is durable. If the log has
+    no segments, return False. Raises LOG_DAMAGED; OSError."""
     bases = base_indexes(folder) if folder.exists() else []
     # If all segments are missing, `open_segments` reports the damage. Segments that retention has dropped are not
     # recreated.
@@ -432,7 +430,7 @@ def _kept_path(folder: Path, incarnation: int) -> Path:
 
 
 def _number_in(path: Path) -> int | None:
-    """Return the number that `_sealed` has encoded in a file; None if the file is missing or has another content.
+    """Return the number that `_sealed` has encoded in a file; None if the file is missing or has any other content.
     Raises OSError."""
     raw = path.read_bytes() if path.exists() else b""
     number = int.from_bytes(raw[:_NUMBER_BYTES], "little")

@@ -123,7 +123,7 @@ class EmbeddedLog:
 
     @property
     def parts(self) -> list[DurablePart]:
-        """Everything that readers may see at the time of this call."""
+        """Return all parts of the log that readers may see at the time of this call."""
         reader = self._reader
         return [
             DurablePart(segment.path, self.identity, segment.base_index, segment.end, reader.index_after(segment))
@@ -134,9 +134,9 @@ class EmbeddedLog:
         """Return the segment that begins with this index. Return None if the segment is removed or being removed, or if
         the log is closed.
 
-        The last segment is returned only if the log has been opened for writing. After a failed sync, the only good
-        copy of the segment's end may be in the system's memory, until opening for writing writes the end again. Reading
-        from the disk would drop that copy.
+        The last segment is returned only if the log has been opened for writing. After a failed sync, the only correct
+        copy of the segment's end may be in the page cache. Opening for writing writes the end again. Before that, a
+        read from the disk would drop the copy in the page cache.
         """
         reader = self._reader
         for segment in () if self.is_closed else reader.segments[: None if self._is_mended else -1]:
@@ -219,7 +219,7 @@ class EmbeddedLog:
             self._flush_due = None
         segments = self._reader.segments
         if news.base_index != segments[-1].base_index:
-            segments.append(Segment(self._folder, self.identity, news.base_index, 0))
+            segments.append(Segment(self._folder, self.identity, news.base_index))
             segments[-1].made_ms = steady_ms()
         segments[-1].grow(news.end, news.points, news.control_bytes)
         self._reader.next_index = news.next_index
@@ -293,8 +293,8 @@ class EmbeddedLog:
         return segments[count].base_index
 
     async def _too_many(self, segments: list[Segment], size_bytes: int) -> int:
-        """Return how many of the oldest segments retention may remove so that the messages of the remaining segments
-        still have `size_bytes`.
+        """Return the number of the oldest segments that retention may remove. The messages of the remaining segments
+        must still have `size_bytes`.
 
         Control records do not count. A client that moves a cursor causes control records, and they must not make
         retention remove messages.
@@ -312,7 +312,7 @@ class EmbeddedLog:
         return 0
 
     async def _too_old(self, segments: list[Segment], age_ms: int) -> int:
-        """Return how many of the oldest segments have only messages that are older than `age_ms`.
+        """Return the number of the oldest segments whose messages are all older than `age_ms`.
 
         The clock must be trustworthy. If it were ahead, retention would drop messages that are only minutes old. If the
         last segment has existed for long enough, the next message begins a new segment. Otherwise old messages would be
@@ -397,7 +397,8 @@ class EmbeddedLog:
         await self._see(self._behind, bases, why)
 
     async def _see(self, seen: Ahead, bases: list[int], why: str) -> None:
-        """Count the age of these segments from the time when they were first found. Log each segment once."""
+        """Count the age of these segments from the time when each segment was first found. Write one log line for each
+        segment."""
         async with self._looking:
             run, threads = asyncio.get_running_loop().run_in_executor, self._shared.threads
             new = await run(threads, seen.look, bases, frozenset(self.base_indexes))

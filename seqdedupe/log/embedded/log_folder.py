@@ -117,8 +117,8 @@ def moved_to(folder: Path) -> To | None:
 
 
 def leave(folder: Path, to: To) -> None:
-    """Record that from now on only the other sidecar can say who has the topic. Durable on return. Raises OSError;
-    after it, the record may exist or not."""
+    """Record that from now on only the other sidecar knows which sidecar has the topic. When this returns, the change
+    is durable. Raises OSError. After an error, the record may exist or not."""
     new = folder / f"{LEAVING_FILE}.new"
     write_synced(new, "\n".join(to).encode())
     os.rename(new, folder / LEAVING_FILE)
@@ -126,16 +126,16 @@ def leave(folder: Path, to: To) -> None:
 
 
 def has_left(folder: Path) -> None:
-    """Record that the other sidecar has the topic for good. Durable on return. Raises OSError; the call can be
-    repeated."""
+    """Record that the other sidecar permanently has the topic. When this returns, the change is durable. Raises
+    OSError; the call can be repeated."""
     if (folder / LEAVING_FILE).exists():
         os.rename(folder / LEAVING_FILE, folder / MOVED_FILE)
     sync_folder(folder)
 
 
 def stays(folder: Path) -> None:
-    """Record that the other sidecar does not have the topic and never will. Durable on return. Raises OSError; the call
-    can be repeated."""
+    """Record that the other sidecar does not have the topic and never will. When this returns, the change is durable.
+    Raises OSError; the call can be repeated."""
     (folder / LEAVING_FILE).unlink(missing_ok=True)
     sync_folder(folder)
 
@@ -146,16 +146,16 @@ def has_messages(folder: Path) -> bool:
 
 
 def remove_messages(folder: Path) -> None:
-    """Remove the messages of a moved log. Keep the record of the sidecar that has it. Raises OSError; the call can be
-    repeated."""
+    """Remove the messages of a moved log. Keep the record of the sidecar that now has the log. Raises OSError; the call
+    can be repeated."""
     for base_index in base_indexes(folder):
         segment_path(folder, base_index).unlink()
     sync_folder(folder)
 
 
 def is_known(folder: Path, receiver: str) -> None:
-    """Record that the sending sidecar knows that the log has arrived with the move named in `receiver`. Durable on
-    return. Raises OSError; the call can be repeated."""
+    """Record that the sending sidecar knows that the log has arrived with the move named in `receiver`. When this
+    returns, the change is durable. Raises OSError; the call can be repeated."""
     arrived = folder / ARRIVED_FILE
     # Ignore a confirmation from a sidecar that sent the log earlier and is not the last sender.
     if arrived.exists() and arrived.read_text() == receiver:
@@ -191,7 +191,7 @@ _making_receiver = threading.Lock()
 
 
 def receiver(logs: Path) -> str:
-    """Return the ID of this data directory. Durable on return. Raises OSError."""
+    """Return the ID of this data directory. When this returns, the ID is durable. Raises OSError."""
     path = logs / RECEIVER_FILE
     with _making_receiver:
         said = path.read_text() if path.exists() else ""
@@ -215,8 +215,8 @@ def remove_all(logs: Path) -> None:
 
 
 class Arrival:
-    """A log that is arriving. Every method blocks and raises OSError. Only one thread at a time may call the
-    methods."""
+    """A log that is arriving from another sidecar. Every method blocks, and may raise OSError. Only one thread at a
+    time may call the methods."""
 
     def __init__(self, logs: Path, incarnation: int) -> None:
         self._folder = logs / ARRIVING / str(incarnation)
@@ -254,8 +254,8 @@ class Arrival:
         self._base_index, self._end = base_index, offset + len(data)
 
     def finish(self, receiver: str) -> None:
-        """Turn the arrival into a log of this sidecar. Durable on return. `receiver` is the ID that the sender has
-        received."""
+        """Turn the arrival into a log of this sidecar. When this returns, the change is durable. `receiver` is the ID
+        that the sender has received."""
         write_synced(self._folder / ARRIVED_FILE, receiver.encode())
         for path in self._folder.iterdir():
             with path.open("rb") as file:

@@ -132,7 +132,7 @@ class Scrub:
         return found if log.durable_part(base_index) is not None else []
 
     def _read_from_disk(self, file: int, size: int, offset: int) -> bytes:
-        """Read from the disk itself, not from the system's page cache. Afterwards, drop the data from the page
+        """Read from the disk itself, and bypass the system's page cache. Afterwards, drop the data from the page
         cache."""
         os.posix_fadvise(file, offset, size, os.POSIX_FADV_DONTNEED)
         raw = read_what_can_be(file, size, offset)
@@ -277,12 +277,12 @@ class EmbeddedLogs:
         return log_folder.Arrival(self._folder, incarnation)
 
     def receiver(self) -> str:
-        """See `log_folder.receiver`. Blocks. Raises OSError."""
+        """See `log_folder.receiver`. The call blocks. Raises OSError."""
         return log_folder.receiver(self._folder)
 
     def empty_arrivals(self) -> set[int]:
         """Remove the segments of logs that were arriving when the previous process ended. Return the incarnations of
-        these logs. Blocks. Raises OSError."""
+        these logs. The call blocks. Raises OSError."""
         folder = self._folder / log_folder.ARRIVING
         coming = incarnations(folder) if folder.is_dir() else []
         for incarnation in coming:
@@ -298,12 +298,12 @@ class EmbeddedLogs:
         return log_folder.moved_to(self.folder_of(incarnation)) is not None
 
     def has_arrived(self, incarnation: int) -> bool:
-        """Return whether the log has arrived from another sidecar, and that sidecar may not know of the arrival yet.
-        Raises OSError."""
+        """Return true if the log has arrived from another sidecar, and that sidecar may not have recorded the arrival
+        yet. Raises OSError."""
         return (self.folder_of(incarnation) / log_folder.ARRIVED_FILE).exists()
 
     def secret_of(self, incarnation: int, known: bytes) -> bytes:
-        """Return the secret of a log. `known` is the store's copy of the secret. Blocks. Raises LOG_DAMAGED,
+        """Return the secret of a log. `known` is the store's copy of the secret. The call blocks. Raises LOG_DAMAGED,
         OLDER_FORMAT; OSError."""
         found = secret_of(self.folder_of(incarnation), known)
         if found.why is not None:
@@ -311,8 +311,8 @@ class EmbeddedLogs:
         return found.secret
 
     def remove_moved(self, incarnation: int) -> None:
-        """Remove the messages of a log that another sidecar has. Keep the record of that sidecar. Blocks. Raises
-        OSError; the call can be repeated."""
+        """Remove the messages of a log that another sidecar has. Keep the record of that sidecar. The call blocks.
+        Raises OSError; the call can be repeated."""
         self._replay.drop(incarnation)
         log_folder.remove_messages(self.folder_of(incarnation))
 
@@ -420,8 +420,8 @@ class EmbeddedLogs:
 
 
 def create_log(folder: Path, topic: str, secret: bytes, partitions: int = 0) -> None:
-    """Create an empty log in its folder, or complete a log whose creation was interrupted. Durable on return. Raises
-    OSError."""
+    """Create an empty log in its folder, or complete a log whose creation was interrupted. When this returns, the
+    change is durable. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     folders = (folder, folder.parent, folder.parent.parent)
     # On a disk with slow syncs, several concurrent syncs take only as long as one sync.
@@ -443,7 +443,7 @@ def _names(folder: Path, replay: JournalReplay, known: Mapping[int, tuple[str, i
 
 
 def _name(folder: Path, incarnation: int, is_unfinished: bool, known: Mapping[int, tuple[str, int]]) -> LogName:
-    """Return the name of one log. If the name cannot be read, return the error in `why`, so that the other logs are
+    """Return the name of one log. If the name cannot be read, put the error into `why`, so that the other logs are
     still listed."""
     path = folder / str(incarnation) / TOPIC_FILE
     topic: str | None = None
@@ -493,8 +493,8 @@ def topic_of(folder: Path) -> str | None:
 
 
 def said_by(folder: Path) -> tuple[str | None, int]:
-    """Return the result of `topic_of`, and the number of partitions if the topic is a partition, else 0. Raises
-    LOG_DAMAGED; OSError."""
+    """Return the result of `topic_of` and the number of partitions. The number is 0 if the log is not a partition.
+    Raises LOG_DAMAGED; OSError."""
     path = folder / TOPIC_FILE
     try:
         raw = path.read_bytes()

@@ -18,7 +18,7 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.files import write_synced
-from seqdedupe.format.columns import BASE_INDEX, ROWS
+from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Run, Runs
 from seqdedupe.log.embedded.segment import (
     BASE,
@@ -70,8 +70,8 @@ _SAVE_MS = 60_000
 
 
 class Ahead:
-    """The counted ages of the segments of one log that were written with a wrong clock. `look` blocks. Only one thread
-    at a time may call `look`."""
+    """The ages of one log's segments that were written with a wrong clock. Ages are counted by this object. `look`
+    blocks. Only one thread at a time may call `look`."""
 
     def __init__(self, folder: Path, name: str = AHEAD_FILE) -> None:
         self._path = folder / name
@@ -90,7 +90,7 @@ class Ahead:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the looks of this process have found or loaded no such segment."""
+        """Whether no call of `look` has found or loaded such a segment in this process."""
         return not self._seen_ms
 
     @property
@@ -102,7 +102,7 @@ class Ahead:
         return base_index in self._seen_ms
 
     def look(self, ahead: Sequence[int], there: Set[int]) -> list[int]:
-        """Record the segments `ahead`, which were written with a wrong clock, and forget segments that are not in
+        """Record the segments `ahead`, which were written with a wrong clock. Forget the segments that are not in
         `there`. Return the newly found segments.
 
         If the file is missing or damaged, the ages of all segments are counted from now.
@@ -177,8 +177,9 @@ class Window:
     """Checked records of one segment, beginning with the record number `first` of a piece. The window tracks which
     records have been returned.
 
-    `goes_on`: the reader has also read the previous window. If there are more readers than windows, previous windows
-    are lost, and this is false."""
+    `goes_on` is true if the reader has also read the previous window. If there are more readers than windows, previous
+    windows are lost, and `goes_on` is false.
+    """
 
     def __init__(self, segment: Segment, piece: SegmentPiece, first: int, *, goes_on: bool) -> None:
         table = piece.table[first:]
@@ -387,8 +388,8 @@ class SegmentReader:
         return found
 
     def _read_ahead(self, window: Window, size: int) -> None:
-        """Have a thread read the piece after a window while the window's last slice is being sent, unless the rest of
-        the segment is small."""
+        """Make a thread read the piece after a window while the window's last slice is being sent. Do nothing if the
+        rest of the segment is small."""
         segment, index = window.segment, window.next_index
         if segment.end - window.end > INLINE_BESIDE_PUBLISHERS_BYTES:
             run = asyncio.get_running_loop().run_in_executor
@@ -397,8 +398,8 @@ class SegmentReader:
             window.read_ahead(ahead)
 
     async def _window(self, from_index: int, max_bytes: int, most_bytes: int, before: Window | None) -> Window:
-        """Return checked records, beginning with the record that contains the index. For a reader that has finished the
-        window `before`, return many records."""
+        """Return checked records, beginning with the record that contains the index. If the reader has finished an
+        earlier window (`before`), return many records."""
         if before is not None and (ahead := await before.take_ahead()) is not None:
             before.segment.learn(ahead)
             hits = np.flatnonzero(_holds(from_index)(ahead))
@@ -681,7 +682,7 @@ def _may_be_damage(e: SeqdedupeError) -> bool:
 
 
 def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
-    """Return a function that tells, for each record of a piece, whether the record ends after the index. The first such
+    """Return a function that shows, for each record of a piece, whether the record ends after the index. The first such
     record contains the message."""
     return lambda piece: piece.table[:, BASE] + piece.table[:, COUNT] > index
 
@@ -689,8 +690,7 @@ def _holds(index: int) -> Callable[[SegmentPiece], np.ndarray]:
 def _read_from_memory(
     segment: Segment, offset: int, end: int, index: int, size: int, payloads_from: int | None, most_bytes: int
 ) -> SegmentPiece | None:
-    """Return a small piece that the system has in memory; else None. Handing the read to a thread would cost more than
-    this read."""
+    """Return a small piece if the system has it in memory; otherwise None. A thread would cost more than the read."""
     if size >= CHUNK_BYTES:
         return None
     try:

@@ -14,7 +14,8 @@ import numpy as np
 from seqdedupe.batch import Int64s
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format import records
-from seqdedupe.format.columns import (
+from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
+from seqdedupe.format.layout import (
     BASE_INDEX,
     OWNERSHIP,
     PUBLISH_TIME_MS,
@@ -23,7 +24,6 @@ from seqdedupe.format.columns import (
     ROWS,
     SYNCED_OFFSET,
 )
-from seqdedupe.format.headers import HEADER_BYTES, RECORDS_TAG, VERSION_AT, VERSION_TAG
 from seqdedupe.limits import MAX_BATCH_BYTES
 from seqdedupe.log.contract import ANY_BYTES, REPLAY_STEP_ENTRIES, LargerRecordError
 
@@ -152,8 +152,8 @@ def read_piece(
     record ends after `end`. If the first record is not intact, the piece is empty.
 
     `next_index` is the index that the first record must have; -1 accepts every index. `ownership` is the ownership of
-    the record before the first one; 0 accepts every ownership. Payloads are checked from the index `payloads_from` on;
-    None checks no payloads. Raises `LargerRecordError` if the first record has more than `most_bytes`.
+    the record before the first record; 0 accepts every ownership. Payloads are checked from the index `payloads_from`
+    on; None checks no payloads. Raises `LargerRecordError` if the first record has more than `most_bytes`.
     """
     raw = read(file, min(size, end - offset), offset)
     table, taken, why = scan_bytes(raw, identity, offset, next_index, payloads_from, ownership)
@@ -301,11 +301,11 @@ class Segment:
     `forget_pages`.
     """
 
-    def __init__(self, folder: Path, identity: LogIdentity, base_index: int, end: int) -> None:
+    def __init__(self, folder: Path, identity: LogIdentity, base_index: int) -> None:
         self.path = segment_path(folder, base_index)
         self.identity = identity
         self.base_index = base_index
-        self.end = end
+        self.end = 0
         self.points: list[SegmentPoint] = []
         self.indexed_end = 0
         """The offset up to which the file was scanned and `points` is complete."""
@@ -388,13 +388,13 @@ class Segment:
         self.indexed_end = piece.end
 
     def pass_over(self, offset: int, end: int) -> None:
-        """Continue the sparse index at `end`, after the damage between these offsets."""
+        """Continue the sparse index at `end`, after damaged data between these offsets."""
         if offset <= self.indexed_end < end:
             self.indexed_end = end
 
     def grow(self, end: int, points: list[SegmentPoint], control_bytes: int) -> None:
-        """Extend the segment to `end`, since the appended data is durable up to there. `control_bytes` of the appended
-        data are not messages."""
+        """Extend the segment to `end`, because the appended data up to `end` is now durable. `control_bytes` bytes of
+        the appended data are not messages."""
         self.points += points
         self.control_bytes += control_bytes
         self.end = self.indexed_end = end

@@ -3,12 +3,12 @@
 Each record states the offset up to which its file was synced when the record was written. Opening takes the highest
 such offset of all headers, including the headers after damage.
 
-- Below this offset, all data was stored and perhaps confirmed. An unreadable record there is damage.
+- Below this offset, all data was stored and perhaps confirmed. An unreadable record below this offset is damage.
 - At or above this offset, an unreadable record is a torn tail only if a crash can have left the record in this state:
   the file ends within the record, or a sector of the record has only zeros (`can_be_torn`). Every other unreadable
-  record is damage, because a sync that no later record states may have confirmed it.
+  record is damage: the record may have been confirmed by a sync that no later record states.
 
-A header counts only if its tag is right. So bytes in a payload are never treated as a record.
+A header is accepted only if its tag is valid. So bytes in a payload are never treated as a record.
 """
 
 import errno
@@ -61,7 +61,7 @@ def past_damage(
     `index`.
 
     Return None if no header of this log follows before `end`. If the unreadable record's own header is intact, the
-    header gives the end of the record and its number of messages.
+    header shows the end of the record and the number of messages.
     """
     least = max(index, base_index)
     own = next(headers_from(file, identity, at, min(at + HEADER_BYTES, end), least, read), None)
@@ -213,7 +213,7 @@ def open_segments(folder: Path, identity: LogIdentity, covered_index: int) -> tu
             first_index=bases[0],
             covered_index=covered_index,
         )
-    segments = [Segment(folder, identity, base, 0) for base in bases]
+    segments = [Segment(folder, identity, base) for base in bases]
     for segment in segments:
         segment.end = segment.path.stat().st_size
     with open(segments[-1].path, "rb") as file:
@@ -246,9 +246,9 @@ def _survey_sealed(segment: Segment, folder: Path, next_base: int) -> Tail:
 
 
 def survey(folder: Path, identity: LogIdentity, base_index: int, file: int, end: int) -> Tail:
-    """Return the state after the intact records between the beginning of a segment and the offset `end`. Payloads are
-    not checked."""
-    segment = Segment(folder, identity, base_index, 0)
+    """Read the intact records from the beginning of a segment to the offset `end`. Return the state after these
+    records. Payloads are not checked."""
+    segment = Segment(folder, identity, base_index)
     tail = Tail(segment, base_index, 0, 0, base_index, records.END)
     while segment.end < end and tail.why == records.END:
         piece = read_piece(file, identity, segment.end, end, tail.next_index, ownership=tail.ownership, size=SCAN_BYTES)
@@ -298,7 +298,7 @@ def recover(folder: Path, identity: LogIdentity, base_index: int, file: int) -> 
 
 
 def mend(tail: Tail, file: int) -> None:
-    """Cut off the torn tail, write the kept data above the synced offset again, and sync the file.
+    """Cut off the torn tail, rewrite the remaining data above the synced offset, and sync the file.
 
     After a failed sync, the kernel may treat pages as written although the disk does not have them. Writing these pages
     again brings them to the disk. Also write the file `tail.missing`, and sync the folders, since the log may be copied

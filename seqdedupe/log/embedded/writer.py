@@ -46,7 +46,7 @@ _BLOCK_BYTES = _MIB
 
 class Room:
     """The free space of the file system of a folder of logs. Only the commit thread may use this object. So no log is
-    written during a trial.
+    written while a trial runs.
 
     All logs of the folder share one trial. The space that is free after the trial is divided into shares of
     SHARE_BYTES, one for each log that is opened. Logs without a share wait for the next trial.
@@ -125,8 +125,7 @@ class LeftFile(NamedTuple):
 
 
 class Syncer:
-    """A thread that processes its queue in order. It syncs files that are next to each other in the queue at the same
-    time.
+    """A thread that processes its queue in order. Adjacent files in the queue are synced at the same time.
 
     If a sync fails, the thread calls `fatal`. After a failed sync, the journal forgets nothing, because it has data
     that the segments lack. At most `max_files` should wait for a sync.
@@ -155,8 +154,8 @@ class Syncer:
         self._queue.put(left)
 
     def then(self, forget: Callable[[], None]) -> None:
-        """Have the thread call `forget` when all files passed before are synced. `forget` must not raise. It is not
-        called after a failed sync."""
+        """Make the thread call `forget` when all files passed earlier are synced. `forget` must not raise an exception.
+        After a failed sync, the thread does not call `forget`."""
         self._queue.put(forget)
 
     def wait(self) -> None:
@@ -237,8 +236,8 @@ The type is a plain tuple for speed, since every batch needs one.
 
 
 class WriteTerm:
-    """One opening of a log for writing. The event loop creates it and passes it to the commit thread. Only the commit
-    thread uses `marked` and `failed`.
+    """One opening of a log for writing. The event loop creates a `WriteTerm` and passes it to the commit thread. Only
+    the commit thread uses `marked` and `failed`.
 
     `hand_over` passes the opening to the commit thread, which then takes the waiting appends.
     """
@@ -411,8 +410,8 @@ class Writer:
         """Write the marker or the appends of an opening. The written data is not synced yet.
 
         Return None if there is nothing to write. Appends are dropped if they belong to an older or failed opening, or
-        if the log was closed. A failed write is undone before it is returned as refused. Raises FatalError if the undo
-        fails.
+        if the log was closed. A failed write is undone before it is reported as refused. Raises FatalError if the write
+        cannot be undone.
         """
         appends, is_asked = opening.take()
         if self._broken or self._closed:
@@ -472,7 +471,8 @@ class Writer:
 
     @property
     def may_use_journal(self) -> bool:
-        """Whether one round of the journal would make durable everything that must be durable now."""
+        """Whether a single round of the journal would be sufficient to make all data durable that must be durable
+        now."""
         return self.is_due and len(self._unsynced) == 1
 
     @property
@@ -492,7 +492,7 @@ class Writer:
         self.is_due = False
 
     def take_durable(self) -> list[WrittenAppends]:
-        """Return the outcomes of data that has become durable since the last call."""
+        """Return the outcomes of the appends that have become durable since the last call."""
         durable, self._durable = self._durable, []
         return durable
 
@@ -521,9 +521,9 @@ class Writer:
             self._confirm()
 
     def let_go(self) -> LeftFile | None:
-        """Release the file until it is needed again. If the journal has data that the file may lack, return the file.
-        The caller must sync this descriptor before closing it, because another descriptor might not report a page that
-        could not be written."""
+        """Release the file until it is needed again. If the journal has data that the file may lack, return the open
+        file. The caller must sync the file over this descriptor before closing it. A sync over another descriptor might
+        not report a page that could not be written."""
         left, self._file = self._file, None
         if left is None:
             return None
@@ -580,7 +580,7 @@ class Writer:
         return new
 
     def _undo(self, file: int) -> None:
-        """Cut off what a failed write has left in the file. Also sync the data written before."""
+        """Cut off the data that a failed write has left in the file. Also sync the data that was written before."""
         try:
             if self._synced == self._end == os.fstat(file).st_size:
                 # The write has left nothing, so nothing is cut: on a read-only file system, cutting would fail.
@@ -651,7 +651,7 @@ class Writer:
 
 
 def _write(file: int, buffers: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write the buffers one after the other. Raises OSError; after it, any part of the buffers may have been
+    """Write the buffers one after the other. Raises OSError. After an error, any part of the buffers may have been
     written."""
     for some in _in_pieces(buffers):
         size = sum(map(len, some))

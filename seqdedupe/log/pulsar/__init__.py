@@ -2,6 +2,6 @@
 
 Begin with `terms`, the rule that decides which entries are valid, and `log`, the log of one topic; `logs` contains all
 of them. `writer` is the producer. `content` and `reader` read entries, `places` and `finder` find places, and `entries`
-encodes and decodes entries. `topic_owner` determines the owner of a topic; `policies` and `entry_limit` check the
-topic's policies and limits. `wholes` stores the properties of partitioned topics.
+encodes and decodes entries. `topic_owner` determines the owner of a topic, and `policies` checks the topic's policies.
+`broker_wire` connects to brokers without Pulsar's client. `wholes` stores the properties of partitioned topics.
 """

@@ -64,10 +64,10 @@ class AdminUrl:
         timeout_seconds: float = TIMEOUT_SECONDS,
         pause_seconds: float = 0.0,
     ) -> None:
-        """Make the caller. `token` is called for every request, so that it may change; no part of it is ever in an
-        error. The beginnings of two calls are at least `pause_seconds` apart.
+        """Make the object. `token` is called for every request, so the token may change. No error ever contains a part
+        of the token. Two calls begin at least `pause_seconds` apart.
 
-        Raises INVALID_CONFIGURATION if this is no URL of HTTP.
+        Raises INVALID_CONFIGURATION if the URL is not an HTTP URL.
         """
         self._url = url.rstrip("/")
         self._token = token
@@ -78,12 +78,13 @@ class AdminUrl:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise error(
-                "INVALID_CONFIGURATION", "pulsar.admin_url is not like http://host:8080, or https, without a user"
+                "INVALID_CONFIGURATION",
+                "pulsar.admin_url should be like http://host:8080 or https://host:8443, without a user",
             )
 
     async def get(self, path: str) -> Any:
-        """Return the answer of the path; None if it is empty. Raises as `call`, with LOG_UNREADABLE for failures that
-        may pass."""
+        """Return the answer of a GET request for the path; None if the answer is empty. Raises the errors of `call`,
+        with LOG_UNREADABLE for temporary failures."""
         answer = await self.call("GET", path)
         if not answer.raw.strip():
             return None
@@ -99,8 +100,8 @@ class AdminUrl:
         body.
 
         Raises TOPIC_NOT_FOUND (404), `conflict` (409), TOPIC_IN_USE (412), PULSAR_FORBIDS (401, 403), PULSAR_REFUSES
-        (other answers that do not pass without a change), LOG_REFUSED (500 and above, no answer, no answer in time; for
-        GET it is LOG_UNREADABLE). A call without an answer may have been carried out.
+        (other permanent refusals), LOG_REFUSED (500 and above, or no answer in time; for GET LOG_UNREADABLE). A call
+        without an answer may have been carried out.
         """
         if self._pause_seconds:
             now = time.monotonic()
@@ -138,7 +139,9 @@ class AdminUrl:
         token = self._token().strip()
         if not _TOKEN.fullmatch(token):
             # The error of another check would show the token.
-            raise error("INVALID_CONFIGURATION", "the token for Pulsar is empty, or has characters that no token has")
+            raise error(
+                "INVALID_CONFIGURATION", "the token for Pulsar is empty, or has characters that a token cannot have"
+            )
         return {"Authorization": f"Bearer {token}"}
 
 
@@ -206,7 +209,7 @@ def _refusal(method: str, path: str, answer: AdminAnswer, conflict: str) -> Seqd
     if answer.status == 404:
         return error("TOPIC_NOT_FOUND", what)
     if answer.status == 412:
-        return error("TOPIC_IN_USE", what, hint="Close its producers and consumers first.")
+        return error("TOPIC_IN_USE", what, hint="Close the topic's producers and consumers first.")
     return error("PULSAR_REFUSES", what)
 
 
@@ -236,8 +239,6 @@ class TopicStats(NamedTuple):
     publishers: tuple[ConnectedProducer, ...]
     waiting_publishers: int
     """Producers that wait to be the exclusive one."""
-    deduplicates: bool
-    """Whether Pulsar's own deduplication is in force."""
     subscriptions: tuple[Subscription, ...] = ()
     replicated_to: tuple[str, ...] = ()
     """The other clusters that have the topic."""
@@ -292,9 +293,9 @@ class PulsarAdmin:
         await self._url.call("PUT", _path(topic), dict(properties), conflict="TOPIC_EXISTS")
 
     async def create_partitioned(self, topic: str, partitions: int, properties: Mapping[str, str]) -> None:
-        """Make a partitioned topic with these properties, in one step, and then its partitions, which have none.
+        """Make a partitioned topic with these properties in one step, and then its partitions without properties.
 
-        Raises TOPIC_EXISTS, also if there is a topic with the name of a partition.
+        Raises TOPIC_EXISTS, also if a topic with the name of a partition exists.
         """
         body = {"partitions": partitions, "properties": dict(properties)}
         await self._url.call("PUT", f"{_path(topic)}/partitions", body, "TOPIC_EXISTS", _PARTITIONED)
@@ -315,12 +316,14 @@ class PulsarAdmin:
     async def delete_partitioned(self, topic: str) -> None:
         """Delete a partitioned topic with all its partitions, their messages and subscriptions.
 
-        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if a client is connected to a partition: then others may be gone already.
+        Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if a client is connected to a partition. After TOPIC_IN_USE, other
+        partitions may already be deleted.
         """
         await self._url.call("DELETE", f"{_path(topic)}/partitions")
 
     async def create_subscription(self, topic: str, name: str) -> None:
-        """Make a durable subscription at the first message left. An existing one with that name stays where it is."""
+        """Make a durable subscription at the first stored message. If a subscription with this name exists, do not move
+        it."""
         path = f"{_path(topic)}/subscription/{quote(name, safe='')}"
         try:
             await self._url.call("PUT", path, {"ledgerId": -1, "entryId": -1}, conflict="TOPIC_EXISTS")
@@ -344,7 +347,7 @@ class PulsarAdmin:
         await self._url.call("POST", f"{_path(topic)}/subscription/{quote(name, safe='')}/resetcursor", place)
 
     async def first_ledger(self, topic: str) -> int:
-        """Return the first ledger that a topic has left. Its broker loads the topic for that."""
+        """Return the topic's first stored ledger. The broker loads the topic for this request."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -354,12 +357,12 @@ class PulsarAdmin:
 
     async def delete_topic(self, topic: str) -> None:
         """Delete a topic with its messages and subscriptions. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE if a client is
-        connected to it."""
+        connected to the topic."""
         await self._url.call("DELETE", _path(topic))
 
     async def topics(self, namespace: str) -> list[str]:
-        """Return the full names of all topics of a namespace, `tenant/namespace`, each partition separately. All or an
-        error: INVALID_NAMESPACE if there is no namespace with that name."""
+        """Return the full names of all topics of a namespace, `tenant/namespace`, each partition separately. Raises an
+        error if the list would be incomplete: INVALID_NAMESPACE if the namespace does not exist."""
         return await self._names(f"persistent/{namespace}", namespace)
 
     async def partitioned_topics(self, namespace: str) -> list[str]:
@@ -385,8 +388,7 @@ class PulsarAdmin:
         return _texts(await self._url.get(path) or {}, path)
 
     async def stats(self, topic: str) -> TopicStats:
-        """Return who writes to a topic, and what is kept for which subscription. Its broker loads the topic for
-        that."""
+        """Return the producers and subscriptions of a topic. The broker loads the topic for this request."""
         path = f"{_path(topic)}/stats"
         answer = await self._url.get(path)
         try:
@@ -395,7 +397,6 @@ class PulsarAdmin:
                     ConnectedProducer(str(p["producerName"]), _texts(p["metadata"], path)) for p in answer["publishers"]
                 ),
                 int(answer["waitingPublishers"]),
-                answer["deduplicationStatus"] == "Enabled",
                 tuple(_subscription(name, one, path) for name, one in answer["subscriptions"].items()),
                 tuple(answer.get("replication") or ()),
             )
@@ -403,9 +404,10 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def upload_schema(self, topic: str, kind: str, definition: str, properties: Mapping[str, str]) -> int:
-        """Add a version to a topic's schema, and return its number: that of an existing version if it is the same.
+        """Add a version to a topic's schema, and return the version's number. If an equal version exists, return its
+        number.
 
-        Raises INVALID_REQUEST for a schema that Pulsar refuses, or that is not compatible with the topic's.
+        Raises INVALID_REQUEST for a schema that Pulsar refuses, or that is not compatible with the topic's schema.
         """
         body = {"type": kind, "schema": definition, "properties": dict(properties)}
         try:
@@ -426,7 +428,8 @@ class PulsarAdmin:
             raise _not_pulsar(_schema_path(topic)) from e
 
     async def schema(self, topic: str) -> tuple[str, str, int]:
-        """Return type, definition and version of a topic's newest schema. Raises TOPIC_NOT_FOUND if there is none."""
+        """Return type, definition and version of a topic's newest schema. Raises TOPIC_NOT_FOUND if the topic has no
+        schema."""
         path = _schema_path(topic)
         answer = await self._url.get(path)
         try:
@@ -435,7 +438,7 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def ledgers(self, topic: str) -> Ledgers:
-        """Return the ledgers of a topic, up to its last entry. Its broker loads the topic for that."""
+        """Return the ledgers of a topic, up to the last entry. The broker loads the topic for this request."""
         path = f"{_path(topic)}/internalStats"
         return _ledgers(await self._url.get(path), path)
 
@@ -453,7 +456,8 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def is_terminated(self, topic: str) -> bool:
-        """Return whether a topic takes no more messages, for good. Its broker loads the topic for that."""
+        """Return whether a topic is terminated: it never accepts messages again. The broker loads the topic for this
+        request."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -462,15 +466,25 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def entry(self, topic: str, entry: MessageId) -> AdminAnswer:
-        """Return an entry's payload, and as headers `x-pulsar-…` the broker's information about it, even if no reader
-        gets it.
+        """Return an entry's payload, and the broker's information about the entry as headers `x-pulsar-…`, even if the
+        broker sends the entry to no reader.
 
-        Raises TOPIC_NOT_FOUND also if the entry is not there.
+        Raises TOPIC_NOT_FOUND, also if the entry does not exist.
         """
         return await self._url.call("GET", f"{_path(topic)}/ledger/{entry.ledger_id}/entry/{entry.entry_id}")
 
+    async def end_after(self, topic: str, after: MessageId) -> MessageId | None:
+        """Return the topic's last entry if no reader gets an entry after the given one; otherwise None."""
+        ledgers = await self.ledgers(topic)
+        last = ledgers.ordinal(after)
+        for at in range(0 if last is None else last + 1, len(ledgers)):
+            if not _is_hidden((await self.entry(topic, ledgers.message_id(at))).headers):
+                return None
+        return ledgers.message_id(len(ledgers) - 1) if len(ledgers) else None
+
     async def first_since(self, topic: str, publish_time_ms: int) -> MessageId:
-        """Return the first entry published at that time or later; if there is none, the place of the next entry."""
+        """Return the first entry published at that time or later; if no such entry exists, the place of the next
+        entry."""
         path = f"{_path(topic)}/messageid/{publish_time_ms}"
         answer = await self._url.get(path)
         try:
@@ -479,8 +493,9 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def stored_before(self, topic: str) -> StoredBefore:
-        """Return what a topic has had so far. All entries that Pulsar has trimmed are in the broker's numbers, if its
-        deduplication is on: its cursor keeps all others. Its broker loads the topic for that."""
+        """Return the topic's last entry, and the sequence IDs in Pulsar's deduplication cursor. If deduplication is on,
+        these IDs cover all trimmed entries, because the cursor retains all other entries. The broker loads the topic
+        for this request."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -491,8 +506,8 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def has_had_entries(self, topic: str, since: MessageId = NOWHERE) -> bool:
-        """Return whether a topic had entries after this place that were stored and trimmed, as far as its cursors
-        remember."""
+        """Return whether the topic's last entry or one of its cursors shows that the topic had entries after this
+        place."""
         path = f"{_path(topic)}/internalStats"
         answer = await self._url.get(path)
         try:
@@ -503,7 +518,8 @@ class PulsarAdmin:
             raise _not_pulsar(path) from e
 
     async def unload(self, topic: str) -> None:
-        """Have a broker take the topic again: all producers and readers must reconnect, and frozen ones lose it."""
+        """Unload the topic, so that a broker loads it again. All producers and readers must reconnect; frozen ones lose
+        the topic."""
         await self._url.call("PUT", f"{_path(topic)}/unload")
 
     async def policy(self, topic: str, name: str) -> Any:
@@ -554,6 +570,16 @@ def _subscription(name: str, answer: Any, path: str) -> Subscription:
     properties = _texts(answer["subscriptionProperties"], path)
     return Subscription(
         name, properties, int(answer["msgBacklog"]), int(answer["backlogSize"]), len(answer["consumers"])
+    )
+
+
+def _is_hidden(headers: Mapping[str, str]) -> bool:
+    """Return whether a broker gives an entry to no reader: it is Pulsar's own, of an aborted transaction, or a batch
+    without messages."""
+    return (
+        "x-pulsar-marker-type" in headers
+        or headers.get("x-pulsar-txn-aborted") == "true"
+        or headers.get("x-pulsar-num-batch-message") == "0"
     )
 
 

@@ -1,25 +1,32 @@
-"""The entries of a topic: reading on at its end, and reading from any place."""
+"""The entries of a topic: continuing to read at the topic's end, and reading from any place."""
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
 
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import EntryOwner
+from seqdedupe.entry_properties import BATCH, ENTRY, KIND, EntryOwner, EntryPlace
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format import records
-from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
+from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, RECORD_END, RECORD_START, ROWS
 from seqdedupe.log.contract import ANY_BYTES, Entries, LargerRecordError, Location, Records, Runs
-from seqdedupe.log.pulsar.entries import PulsarEntry
+from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledgers
-from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch
-from seqdedupe.log.pulsar.reader import KEPT_TIMEOUT_SECONDS, LogScan, ReaderStep, ReadsEntries
-from seqdedupe.log.pulsar.terms import Counts, TermVerdict
+from seqdedupe.log.pulsar.places import Places, Point, begins_record, is_batch, size_of
+from seqdedupe.log.pulsar.reader import (
+    KEPT_TIMEOUT_SECONDS,
+    FindEnd,
+    LogScan,
+    ReaderStep,
+    ReadsEntries,
+    read_existing,
+)
+from seqdedupe.log.pulsar.terms import Counts, Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import NOWHERE, MessageId
 
 # -- The state kept for readers that continue: cursors where a reader stopped, and the newest steps.
@@ -34,27 +41,25 @@ KEPT_STEPS = 64
 KEPT_BYTES = 4 * 1024 * 1024
 """The maximum size of all kept steps together. The newest step is kept whatever its size."""
 
-OpenReader = Callable[[MessageId | None, int], Awaitable[ReadsEntries]]
-"""Opens a reader of the topic that begins with the entry at a place, or with the first one, and fetches about this
-number of entries ahead."""
+OpenReader = Callable[[MessageId | None], Awaitable[ReadsEntries]]
+"""Opens a reader of the topic that begins with the entry at a place, or with the first one."""
 
 
 class KeptReaders:
-    """The readers of one topic. Each fetches up to `queue_entries()` entries ahead. At the topic's beginning, a reader
-    begins with the entry `begins_at()`."""
+    """The readers of one topic. At the topic's beginning, a reader begins with the entry `begins_at()`."""
 
     def __init__(
         self,
         open_reader: OpenReader,
         topic: str,
-        queue_entries: Callable[[], int],
         ledgers: Callable[[], Awaitable[Ledgers]],
+        find_end: FindEnd,
         begins_at: Callable[[], MessageId | None],
     ) -> None:
         self._begins_at = begins_at
+        self._find_end = find_end
         self._open_reader = open_reader
         self._topic = topic
-        self._queue_entries = queue_entries
         self._ledgers = ledgers
         self._idle: deque[LogScan] = deque()
         self._steps: deque[ReaderStep] = deque(maxlen=KEPT_STEPS)
@@ -64,8 +69,8 @@ class KeptReaders:
         self._is_closed = False
 
     def nearest(self, index: int, point: Point) -> Point:
-        """Return the last place to read on from that is not before this point and not after the message with this
-        index. If a kept step holds the message, return the beginning of that step."""
+        """Return the latest point from which reading can continue: not before `point`, and not after the message with
+        this index. If a kept step contains the message, return the beginning of that step."""
         for step in reversed(self._steps):
             if step.start.next_index <= index < step.end.next_index:
                 return step.start
@@ -101,8 +106,8 @@ class KeptReaders:
 
     @asynccontextmanager
     async def cursor(self, here: Point, *, keeps: bool = True) -> AsyncIterator[LogScan]:
-        """Yield a cursor at this place: a kept cursor, otherwise a new one. With `keeps` the cursor is kept afterwards,
-        unless this raises."""
+        """Yield a cursor at this place: a kept cursor, otherwise a new cursor. With `keeps`, the cursor is kept after
+        the block, unless the block raises an error."""
         async with self._reading:
             cursor = await self._taken(here)
             try:
@@ -121,8 +126,24 @@ class KeptReaders:
             self._idle.remove(cursor)
             return cursor
         start = here.message_id if here.message_id.entry_id >= 0 else self._begins_at()
-        reader = await self._open_reader(start, self._queue_entries())
-        return LogScan(reader, self._topic, here, self._ledgers)
+        reader = await self._open_reader(start)
+        return LogScan(reader, self._topic, here, self._ledgers, self._find_end)
+
+    async def entries(self, first: MessageId, last: MessageId) -> AsyncGenerator[PulsarEntry, None]:
+        """Yield the entries from a place to a later entry, which exists. The caller reads to the end, or closes this.
+
+        Raises LOG_UNREADABLE.
+        """
+        reader = await self._open_reader(first)
+        try:
+            while True:
+                for entry in await read_existing(reader, self._topic):
+                    if entry.message_id <= last:
+                        yield entry
+                    if entry.message_id >= last:
+                        return
+        finally:
+            await reader.close()
 
     async def wait_for_more(self, here: Point) -> None:
         """Wait until there is an entry after this place. If the wait is cancelled, the next caller gets the reader.
@@ -180,10 +201,6 @@ class KeptReaders:
 
 logger = logging.getLogger("seqdedupe.log")
 
-QUEUE_BYTES = 4 * 1024 * 1024
-"""The approximate most bytes that a reader fetches ahead."""
-LEAST_QUEUED = 4
-
 
 class FoundEntry(NamedTuple):
     """A valid entry that was read."""
@@ -198,6 +215,77 @@ class FoundEntry(NamedTuple):
         return self.after.standing.owner
 
 
+class Beginning:
+    """A message that may be the first stored message of a topic, and the entries after it as judged from there.
+
+    An entry says which place its owner gave it, but not whether the entry is valid. It is valid if its owner still had
+    the topic (`Candidates`), and if judging from there leads to a point that is known to be valid.
+    """
+
+    def __init__(self, place: EntryPlace, message_id: MessageId) -> None:
+        self.message_id = message_id
+        self.standing = TermStanding(*place[:3])
+        """The standing before the message."""
+        self.size_bytes = 0
+        """The counted size of the valid entries."""
+        self._terms = Terms(self.standing)
+
+    @property
+    def end(self) -> TermStanding:
+        """The standing after the last entry."""
+        return self._terms.standing
+
+    def add(self, entry: PulsarEntry) -> bool:
+        """Judge the next entry; the first is the message itself. Return whether it can be there."""
+        try:
+            is_valid = self._terms.judge(entry.message, entry.message_id) is TermVerdict.VALID
+        except SeqdedupeError:
+            return False
+        self.size_bytes += size_of(entry.message) if is_valid else 0
+        return True
+
+
+MAX_BEGINNINGS = 8
+"""The most messages that are tried at the same time as the first stored message."""
+MAX_BEGINNING_BYTES = 64 * 1024 * 1024
+"""The most bytes read to find the first stored message: a second or two. If the first point is further away, the topic
+begins at that point."""
+
+
+class Candidates:
+    """Finds the first message of each owner that certainly had the topic at that message.
+
+    Another owner may have replaced the owner before the first stored entry, and its messages may have had the same
+    indexes. That is impossible for the owner of a later point, and for an owner whose marker is stored: an owner writes
+    messages only if its marker has taken ownership.
+    """
+
+    def __init__(self, owner: EntryOwner) -> None:
+        """Begin before the first stored entry. `owner` is the owner at a later point."""
+        self._certain, self._highest_term = {owner}, 0
+
+    def place_of(self, entry: PulsarEntry) -> EntryPlace | None:
+        """Return the place of the next entry if it is such a message."""
+        properties = entry.message.properties
+        place: EntryPlace | None = None
+        with suppress(SeqdedupeError):
+            place = EntryPlace.parse(properties.get(ENTRY, ""))
+        if place is None or place.owner.term < self._highest_term:
+            return None
+        self._highest_term = place.owner.term
+        if place.number == 0:
+            self._certain.add(place.owner)
+        elif place.owner in self._certain and is_message(entry.message):
+            self._certain.remove(place.owner)
+            return place
+        return None
+
+
+def is_message(message: PulsarMessage) -> bool:
+    """Return whether an entry of ours has messages and begins a record."""
+    return message.properties.get(KIND) in (None, BATCH) and begins_record(message)
+
+
 class Content:
     """A topic as its readers see it. Reading ends at `limit`, a point that `places` knows.
 
@@ -209,13 +297,13 @@ class Content:
         open_reader: OpenReader,
         topic: str,
         points: Sequence[Point],
-        queue_entries: int,
         limit: Callable[[], Point],
         first_ledger: Callable[[], Awaitable[int]],
         ledgers: Callable[[], Awaitable[Ledgers]],
+        find_end: FindEnd,
         earlier: Mapping[str, int],
     ) -> None:
-        """Make the content. The topic begins at the first of the points, and is known up to the last one. `earlier`:
+        """Make the content. The topic begins at the first of the points, and is known up to the last point. `earlier`:
         see `PulsarLog`."""
         self.places = Places(points)
         self._read_earlier: Mapping[str, int] = {}
@@ -230,23 +318,25 @@ class Content:
         self._first_ledger = first_ledger
         self.needed = points[-1]
         """Before this point there are only old messages."""
-        self._most_queued = queue_entries
-        self._kept = KeptReaders(open_reader, topic, self._queue_entries, ledgers, lambda: self.places.begins_at)
+        self._kept = KeptReaders(open_reader, topic, ledgers, find_end, lambda: self.places.begins_at)
         self._reading_on = asyncio.Lock()
+        self._finding_left = asyncio.Lock()
+        self._left: tuple[int, Point] | None = None
+        """The first ledger for which the beginning was found last, and that beginning."""
         self._covered_index = points[-1].next_index
 
     @property
     def earlier(self) -> dict[str, int]:
-        """After the beginning was read: the highest sequence ID of each producer that published before the first
-        marker."""
+        """The highest sequence ID of each producer that published before the first marker. It is known after the
+        beginning was read."""
         return _higher(self._read_earlier, self._known_earlier)
 
     # At the end.
 
     async def begin(self, covered_index: int) -> None:
-        """Read the few entries that a snapshot covers after its last point, or find none there.
+        """Read the few entries, if any, that a snapshot covers after its last point.
 
-        Raises NO_STATE if the topic does not continue from there, LOG_DAMAGED if it ends before this index.
+        Raises NO_STATE if the topic does not continue from this point, LOG_DAMAGED if the topic ends before this index.
         """
         self._covered_index = covered_index
         while (await self._read_on(None, [])).is_full and self.places.end.next_index < covered_index:
@@ -260,9 +350,9 @@ class Content:
             )
 
     async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[FoundEntry]:
-        """Judge the entries after the known end up to this entry; up to the topic's end if this is no place.
+        """Judge the entries after the known end up to this entry. If `NOWHERE` is given, judge up to the topic's end.
 
-        Return the valid entries. The known end is after them then, also if this raises.
+        Return the valid entries. The known end is then after these entries, also if this method raises an error.
         """
         found: list[FoundEntry] = []
         end = up_to if up_to.ledger_id >= 0 else None
@@ -313,14 +403,40 @@ class Content:
         """Wait until there is an entry after the known end."""
         await self._kept.wait_for_more(self.places.end)
 
-    # Anywhere.
+    # At the beginning.
 
-    def _queue_entries(self) -> int:
-        """Return how many entries a reader fetches ahead. Pulsar's client only limits their number; here the size of
-        the topic's messages limits it too."""
-        first, end = self.places.first, self.places.end
-        message_bytes = (end.size_bytes - first.size_bytes) // max(1, end.next_index - first.next_index)
-        return min(self._most_queued, max(LEAST_QUEUED, QUEUE_BYTES // max(1, message_bytes)))
+    async def left(self, first_ledger_id: int) -> Point:
+        """Return the point where the topic begins if all ledgers before this ledger are removed: before the first
+        message that is stored, even if no point was known there. Raises LOG_UNREADABLE."""
+        # Many readers may find at the same time that entries are missing.
+        async with self._finding_left:
+            known = self.places.left(first_ledger_id)
+            if known is self.places.first or known.message_id.ledger_id < first_ledger_id:
+                return known
+            if self._left is None or self._left[0] != first_ledger_id:
+                self._left = first_ledger_id, await self._beginning(first_ledger_id, known) or known
+            return self._left[1]
+
+    async def _beginning(self, first_ledger_id: int, known: Point) -> Point | None:
+        """Return the point before the first stored message that leads to a known point."""
+        before = self.places.before(known)
+        found, candidates, read_bytes = list[Beginning](), Candidates(known.standing.owner), 0
+        async with aclosing(self._kept.entries(MessageId(first_ledger_id, 0), known.message_id)) as entries:
+            async for entry in entries:
+                read_bytes += size_of(entry.message)
+                if read_bytes > MAX_BEGINNING_BYTES:
+                    return None
+                if len(found) < MAX_BEGINNINGS and (place := candidates.place_of(entry)) is not None:
+                    found.append(Beginning(place, entry.message_id))
+                found = [one for one in found if one.add(entry)]
+        for one in found:
+            if one.end == known.standing and one.standing.next_index < known.next_index:
+                message_id = MessageId(one.message_id.ledger_id, NOWHERE.entry_id)
+                times = before.publish_time_ms, before.at_latest_ms
+                return Point(one.standing, message_id, *times, known.size_bytes - one.size_bytes)
+        return None
+
+    # Anywhere.
 
     def check_is_there(self, index: int, *, at_end: bool) -> None:
         """Raise POSITION_TRIMMED or POSITION_AFTER_END unless the index is there."""
@@ -336,32 +452,39 @@ class Content:
         return error("POSITION_TRIMMED", why, first_index=first_index)
 
     def _from(self, index: int) -> Point:
-        """Return a place to read from that is not after the message with this index."""
+        """Return a point, not after the message with this index, from which to read."""
         return self._kept.nearest(index, self.places.at(index))
 
-    async def _steps(self, here: Point) -> AsyncGenerator[ReaderStep, None]:
-        """Yield the steps up to the present limit. The caller need not close this."""
+    async def _steps(self, here: Point, index: int) -> AsyncGenerator[ReaderStep, None]:
+        """Yield the steps up to the present limit, for a caller that needs the messages from this index on. The caller
+        need not close this."""
         limit = self._limit()
         while here.size_bytes < limit.size_bytes:
             try:
                 step = await self._kept.step(here, limit)
             except DamagedError as e:
-                if e.reason == "LOG_GAP":
-                    await self._check_retention(here)
-                raise
+                if e.reason != "LOG_GAP" or (left := await self._removed_to(here)) is None:
+                    raise
+                if left.next_index > index:
+                    raise self._trimmed(here.next_index) from e
+                here = left
+                continue
             here = step.end
+            index = max(index, here.next_index)
             self.places.learn(here)
             yield step
 
-    async def _check_retention(self, here: Point) -> None:
-        """Raise POSITION_TRIMMED if Pulsar was allowed to remove the entries missing from here on."""
-        left = self.places.left(await self._first_ledger())
-        if here.size_bytes < left.size_bytes <= self.needed.size_bytes:
+    async def _removed_to(self, here: Point) -> Point | None:
+        """Return where the topic begins now, if Pulsar was allowed to remove the entries missing from here on."""
+        left = await self.left(await self._first_ledger())
+        is_after = here.size_bytes <= left.size_bytes and here.message_id != left.message_id
+        if is_after and left.size_bytes <= self.needed.size_bytes:
             self.places.trim(left)
-            raise self._trimmed(here.next_index)
+            return left
+        return None
 
     async def replay(self, from_index: int, *, reads_on: bool) -> AsyncGenerator[Entries, None]:
-        """Yield the entries up to the limit. With `reads_on`, continue to the topic's end, which is known afterwards.
+        """Yield the entries up to the limit. With `reads_on`, continue to the topic's end; afterwards the end is known.
 
         Also raises NO_STATE if Pulsar has removed entries after the known end, so that only other sidecars know these
         entries.
@@ -383,7 +506,7 @@ class Content:
         here = self.places.first if has_begun else self._from(from_index - at_end)
         reads_on_once_more = reads_on
         while True:
-            async for step in self._steps(here):
+            async for step in self._steps(here, from_index):
                 here = step.end
                 if (entries := step.entries) is None:
                     continue
@@ -405,7 +528,7 @@ class Content:
         raw: list[bytes] = []
         runs: list[Runs] = []
         left = max_bytes
-        async for step in self._steps(self._from(from_index)):
+        async for step in self._steps(self._from(from_index), from_index):
             for record, places, its_runs in _batches(step):
                 if places[BASE_INDEX] + places[ROWS] <= from_index:
                     continue
@@ -426,7 +549,8 @@ class Content:
         return from_index
 
     async def locate_time(self, publish_time_ms: int, stop_index: int) -> int:
-        async for step in self._steps(self.places.before_time(publish_time_ms)):
+        here = self.places.before_time(publish_time_ms)
+        async for step in self._steps(here, here.next_index):
             for _, places, _ in _batches(step):
                 if places[PUBLISH_TIME_MS] >= publish_time_ms:
                     return min(int(places[BASE_INDEX]), stop_index)
@@ -438,7 +562,8 @@ class Content:
         step = await self._step_with(from_index)
         before = sum(len(r) for r, p, _ in _batches(step) if p[BASE_INDEX] + p[ROWS] <= from_index)
         wanted = step.start.size_bytes + before + size_bytes
-        async for step in self._steps(self.places.at_size(wanted)):
+        here = self.places.at_size(wanted)
+        async for step in self._steps(here, here.next_index):
             reached = step.start.size_bytes
             for record, places, _ in _batches(step):
                 reached += len(record)
@@ -450,7 +575,7 @@ class Content:
 
     async def _step_with(self, index: int) -> ReaderStep:
         """Return the step that holds this message, which exists."""
-        async for step in self._steps(self._from(index)):
+        async for step in self._steps(self._from(index), index):
             if index < step.end.next_index:
                 return step
         raise error("INTERNAL", f"{self._topic}: message {index} is not where it was")

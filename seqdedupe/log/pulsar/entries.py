@@ -1,6 +1,7 @@
-"""Markers, control records and packed batches as entries of a Pulsar topic; at the end, rows that are an entry each.
+"""Markers, control records and packed batches as entries of a Pulsar topic. At the end of the file are plain rows, with
+one entry for each row.
 
-No I/O, and no use of Pulsar's client: the client is given a `PulsarMessage`, and returns a `PulsarEntry`.
+No I/O: `broker_wire` sends a `PulsarMessage`, and reads a `PulsarEntry`.
 """
 
 import base64
@@ -39,9 +40,8 @@ from seqdedupe.entry_properties import (
     EntryPlace,
 )
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.format.columns import COLUMNS_END, PLACES
 from seqdedupe.format.headers import BATCH_TAG, HEADER_BYTES, NO_KEY, TOKEN_BYTES, header, ownership_of
-from seqdedupe.format.layout import layout_columns
+from seqdedupe.format.layout import COLUMNS_END, PLACES, layout_columns
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 MAX_ENTRY_BYTES = 5 * 1024 * 1024
 """The default `maxMessageSize` of a broker: the limit for payload, key, properties and the client's additions together.
-`entry_limit` finds the actual limit of a broker and a topic."""
+`log` learns the actual limit of a broker and a topic."""
 _CLIENT_BYTES = 1024
 """The most that the client adds to an entry: the name of its producer, IDs, times."""
 _PROPERTY_BYTES = 16
@@ -68,9 +68,9 @@ SIDECARS_PRODUCER = re.compile("seqdedupe-(.+)-\x1f?[0-7]")
 
 
 class PulsarMessage(NamedTuple):
-    """A Pulsar message as it is sent and read. It is the same each time it is sent.
+    """A Pulsar message as it is sent and read. If it is sent again, it has the same content.
 
-    The last two fields are for sending native entries. What is read does not have them.
+    The last two fields are only for sending native entries. Messages that are read do not have these fields.
     """
 
     payload: bytes | None
@@ -113,8 +113,8 @@ def is_of_sidecar(producer_name: str) -> bool:
 
 
 def check_earlier(entry: PulsarEntry) -> None:
-    """Raise LOG_DAMAGED if an earlier entry is a sidecar's: it cannot be told what the producers of that log have
-    sent."""
+    """Raise LOG_DAMAGED if an earlier entry was written by a sidecar: the producers' IDs in that sidecar's log are
+    unknown."""
     if is_of_sidecar(entry.producer_name) and EntryPlace.parse(entry.message.properties.get(ENTRY, "")) is not None:
         raise damaged(f"the entry at {entry.message_id} is a sidecar's, of another incarnation of the topic")
 
@@ -163,8 +163,8 @@ class EncodedBatch(NamedTuple):
 def marker_message(
     incarnation: int, term: int, token: bytes, settings: EntrySettings, known_index: int = -1
 ) -> PulsarMessage:
-    """Return the entry with which an ownership begins. Its number is 0. Its index is the next message's index as far as
-    its writer knows the topic: the true one is not below it."""
+    """Return the entry with which an ownership begins. The entry's number is 0. The entry's index is the next message's
+    index, as far as the writer has read the topic. The true index is not lower."""
     return PulsarMessage(
         b"" if settings.version < SCHEMA_VERSION else None,
         {
@@ -221,7 +221,8 @@ def packed_message(
     part: EncodedBatch,
     limit_bytes: int = MAX_ENTRY_BYTES,
 ) -> PulsarMessage:
-    """Return the entry of a batch: a stored record, whose first message has this index. Raises MESSAGE_TOO_LARGE."""
+    """Return the entry for a batch. The entry contains a stored record, whose first message has this index. Raises
+    MESSAGE_TOO_LARGE."""
     record = header(
         part.encoded,
         BATCH_TAG,
@@ -244,7 +245,7 @@ def packed_message(
 
 
 def split_part(part: EncodedBatch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[EncodedBatch]:
-    """Return the same rows in batches that fit into an entry each, unless a single row is too large."""
+    """Divide the rows into batches that each fit into one entry. A single row that is too large stays too large."""
     if HEADER_BYTES + len(part.encoded) + 2 * _CLIENT_BYTES <= limit_bytes or part.rows == 1:
         return [part]
     whole = batches.decode(part.encoded)
@@ -262,8 +263,8 @@ def encoded_part(batch: Batch) -> EncodedBatch:
 
 
 def surely_taken_bytes(limit_bytes: int) -> int:
-    """Return a size that always fits into an entry: of a payload and a key, or of all rows of a batch, with any
-    properties of ours."""
+    """Return a size that always fits into an entry together with the sidecar's properties. It is the size of a payload
+    and a key, or of all rows of a batch."""
     return max(0, limit_bytes // 5 - _SLACK_BYTES)
 
 
@@ -325,7 +326,7 @@ def messages_of_part(
     limit_bytes: int = MAX_ENTRY_BYTES,
     version: int = VERSION,
 ) -> Iterator[PulsarMessage]:
-    """Yield the entries of a batch's rows. The first has this number and index, and the others count up from there.
+    """Yield the entries of a batch's rows. The first entry has this number and index. In later entries both count up.
 
     `encoded` was checked: its names and properties are UTF-8, and no row has two properties with the same name. Raises
     MESSAGE_TOO_LARGE if a broker would refuse an entry.
@@ -363,7 +364,8 @@ def messages_of_part(
 
 
 def _native_key(key: bytes, properties: dict[str, str]) -> str:
-    """Return the partition key for a key. A key that Pulsar cannot hold as it is goes into a property too."""
+    """Return the partition key for a key. If Pulsar cannot store the key unchanged, the key is also stored in a
+    property."""
     try:
         text = key.decode()
     except UnicodeDecodeError:
@@ -399,7 +401,7 @@ def begins_batch(message: PulsarMessage) -> bool:
 
 
 class Rows:
-    """Rows of one batch that were read one after the other: all of them, or from some row on, or up to some row."""
+    """Rows of one batch that were read one after the other: all rows, or only the first or the last rows."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -417,7 +419,7 @@ class Rows:
         return len(self._sequence_ids)
 
     def add(self, message: PulsarMessage) -> bool:
-        """Add a row. If it begins another batch, return False, and do not add it. Raises LOG_DAMAGED."""
+        """Add a row. If the row begins another batch, return False, and do not add the row. Raises LOG_DAMAGED."""
         properties = message.properties
         try:
             *numbers, name = properties[MESSAGE].split(":", 5)

@@ -2,13 +2,13 @@
 
 The rule of terms judges entries in order. But in two cases an entry is known to be valid without reading all entries:
 
-- An owner that has written an entry after its marker had read the topic up to that marker, and found it valid. So the
-  marker took ownership.
-- An owner's entries are numbered without gaps. If the number of entries between two of them matches their numbers, no
-  other entry is between them, and no other owner's marker: all of them are valid.
+- An owner writes entries after its marker only when it has read the topic up to that marker, and found the marker
+  valid. So the marker took ownership.
+- An owner's entries are numbered without gaps. If the number of entries between two entries of an owner matches their
+  numbers, no other owner's entry or marker is between them. So all these entries are valid.
 
-After a hole, the owner's numbers are ahead of the places, so those entries are read one by one. A hole cannot be
-detected if the number of other entries among the owner's equals the number of missing entries.
+After a hole, the owner's numbers are ahead of the places, so these entries are read one by one. A hole cannot be
+detected if the number of foreign entries between the owner's entries equals the number of missing entries.
 
 A valid entry stays valid, no matter which entries follow it.
 """
@@ -42,16 +42,16 @@ class Known(NamedTuple):
 
 
 class Finder:
-    """Searches one topic, with its ledgers as of one moment.
+    """Searches one topic, with the list of the topic's ledgers at one moment.
 
-    Raises DamagedError as `Terms` does, also if entries that it searches for were trimmed meanwhile.
+    Raises DamagedError as `Terms` does, also if Pulsar has trimmed the wanted entries meanwhile.
     """
 
     def __init__(
         self, topic: str, incarnation: int, ledgers: Ledgers, read: Read, earlier: MessageId = NOWHERE
     ) -> None:
-        """Make a finder. `earlier` is the topic's last entry from before a sidecar took it over: neither that entry
-        nor those before it are looked at, as they may be very many."""
+        """Make a finder. `earlier` is the topic's last entry from the time before a sidecar took over the topic. The
+        finder reads neither this entry nor earlier entries, because there may be very many."""
         self.topic = topic
         self.incarnation = incarnation
         self.ledgers = ledgers
@@ -63,7 +63,8 @@ class Finder:
         self._beginning: Known | None = None
 
     async def end(self) -> Known:
-        """Return the state after the last entry. Its last message is known, if any is left."""
+        """Return the state after the last entry. The state includes the last message, if any message is still
+        stored."""
         known = await self.known_at(len(self.ledgers) - 1)
         index = known.standing.next_index - 1
         if known.last is None and index >= (await self.beginning()).standing.next_index:
@@ -106,7 +107,7 @@ class Finder:
         return await self._after(beginning, at)
 
     async def around(self, index: int) -> tuple[Known, Known]:
-        """Return the states before and after the entry that holds this message. Raises POSITION_TRIMMED,
+        """Return the states before and after the entry that contains this message. Raises POSITION_TRIMMED,
         POSITION_AFTER_END."""
         low, high = await self.beginning(), await self.known_at(len(self.ledgers) - 1)
         first, stop = low.standing.next_index, high.standing.next_index
@@ -141,9 +142,10 @@ class Finder:
         return after.last._replace(message_id=message_id, index=index)
 
     async def first_at(self, publish_time_ms: int) -> int:
-        """Return the index of the first message published at that time or later; the next index if there is none.
+        """Return the index of the first message published at that time or later; the next index if there is no such
+        message.
 
-        This holds as far as publish times never fall: two owners use two clocks.
+        The result is exact only if publish times never fall. Publish times may fall if two owners use two clocks.
         """
         low, high = self._first - 1, len(self.ledgers)
         while high - low > 1:
@@ -193,7 +195,8 @@ class Finder:
         return known
 
     async def _directly(self, known: Known, at: int) -> Known | None:
-        """Return the state after this entry, if its owner's entries fill the whole range between."""
+        """Return the state after this entry, if entries of one owner fill the whole range from the known entry to this
+        entry."""
         entry = await self._entry(at)
         place = entry and _place(entry)
         owner, number, index, has_hole = known.standing
@@ -238,7 +241,7 @@ class Finder:
 
 
 def trimmed(topic: str, index: int, first_index: int) -> SeqdedupeError:
-    """Return the error for a message that was removed, in a topic that now begins with another one."""
+    """Return the error for a removed message. The topic now begins with a later message."""
     return error(
         "POSITION_TRIMMED", f"{topic} begins with index {first_index}: {index} is gone", first_index=first_index
     )
@@ -261,7 +264,8 @@ def _after_valid(entry: PulsarEntry, place: EntryPlace, at: int) -> Known:
 
 
 def last_of(entry: PulsarEntry, after: TermStanding) -> Position | None:
-    """Return the position of the last message of a valid entry with this standing after it; None if it has none."""
+    """Return the position of the last message of a valid entry; None if the entry has no message. `standing` is the
+    state after the entry."""
     message, (ledger_id, entry_id, _) = entry.message, entry.message_id
     kind = message.properties.get(KIND)
     if kind not in (None, BATCH):

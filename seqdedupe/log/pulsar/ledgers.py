@@ -1,4 +1,5 @@
-"""A topic's ledgers, as the topic's broker lists them. They show which entries exist, without reading any."""
+"""A topic's ledgers, as the topic's broker lists them. The ledgers show which entries exist, without reading
+entries."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
@@ -50,13 +51,8 @@ class Ledgers:
         first, second = self.ordinal(before), self.ordinal(after)
         return first is not None and second is not None and 0 <= second - first <= 1
 
-    def is_last(self, message_id: MessageId) -> bool:
-        """Return whether an entry exists and is the last one."""
-        at = self.ordinal(message_id)
-        return at is not None and at == len(self) - 1
-
     def before(self, message_id: MessageId) -> MessageId:
-        """Return the entry before this one; -1, -1 if none is left, or this one does not exist."""
+        """Return the entry before this entry; -1, -1 if no earlier entry is stored, or if this entry does not exist."""
         at = self.ordinal(message_id)
         return self.message_id(at - 1) if at else NOWHERE
 

@@ -1,10 +1,11 @@
 """A Pulsar topic as a log, with one writer at a time. Every reader judges the entries by the rule of terms.
 
-The log knows its topic by the points in a snapshot, or otherwise by the topic's beginning. From there it reads the
-topic once. Then its knowledge grows with each confirmed entry. Older messages are found from one of these points on.
+A log begins with the points in a snapshot, or without a snapshot at the topic's beginning. From there the log reads the
+topic once. Each confirmed entry then extends the known part of the topic. To find older messages, the log reads from
+one of the points.
 
-The sidecar has a durable subscription. It keeps the entries that are needed together with the sidecar's last durable
-snapshot. Pulsar may remove earlier entries, by its own retention.
+The sidecar has a durable subscription, which keeps the entries that are needed together with the sidecar's last durable
+snapshot. Pulsar may remove earlier entries, by Pulsar's own retention.
 """
 
 import asyncio
@@ -14,27 +15,22 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-import pulsar.asyncio
-
 from seqdedupe.batch import Int32s, Int64s
-from seqdedupe.entry_properties import SCHEMA_VERSION, EntryOwner
+from seqdedupe.entry_properties import BEGUN, SCHEMA_VERSION, EntryOwner
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, error
 from seqdedupe.format.headers import ownership_of
 from seqdedupe.limits import FlushInterval, Retention
 from seqdedupe.log.contract import ANY_BYTES, DamageFound, Entries, Location, Outcome, Records, Skipped, TopicSchema
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
+from seqdedupe.log.pulsar.broker_wire import Brokers, TopicReader, open_reader
 from seqdedupe.log.pulsar.content import Content
-from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EncodedBatch, EntryFormat, EntrySettings
-from seqdedupe.log.pulsar.entry_limit import Brokers, max_entry_bytes
-from seqdedupe.log.pulsar.native_topic import Connects, open_native_reader
+from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EncodedBatch, EntrySettings
 from seqdedupe.log.pulsar.places import Point, bytes_of_points, points_of_bytes
-from seqdedupe.log.pulsar.policies import Looks, check_alone, check_deduplicates, check_stays, guard
-from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
+from seqdedupe.log.pulsar.policies import Looks, check_alone, check_stays, guard
 from seqdedupe.log.pulsar.topic_owner import (
     ADDRESS,
     Answers,
-    Connect,
     evicting,
     is_terminated,
     not_owner,
@@ -51,14 +47,12 @@ from seqdedupe.log.pulsar.writer import (
     records_of_control,
 )
 from seqdedupe.message_id import NOWHERE, MessageId
+from seqdedupe.names import whole_of
 from seqdedupe.pulsar_wire.batches import SentEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
 
 logger = logging.getLogger("seqdedupe.log")
 
-PLAIN_QUEUE_ENTRIES = 500
-PACKED_QUEUE_ENTRIES = 10
-"""The most entries that a reader fetches ahead."""
 MOVE_SECONDS = 10.0
 """The time between two moves of the subscription: each move takes calls of the admin URL."""
 
@@ -67,7 +61,6 @@ MOVE_SECONDS = 10.0
 class PulsarResources:
     """The resources that all logs of a sidecar share."""
 
-    client: pulsar.asyncio.Client
     instance_name: str
     """The instance name. No other sidecar has the same name."""
     address: str
@@ -78,10 +71,9 @@ class PulsarResources:
     """A function of a topic and an opening number that Pulsar knows. It returns a number above this number and above
     all numbers that it has returned for the topic; the number is durable."""
     admin: PulsarAdmin
-    connect: Connect
     answers: Answers
-    brokers: Brokers | None = None
-    """The source of brokers' limits on the size of an entry. Without it, the limit is the brokers' default."""
+    brokers: Brokers
+    """The brokers, for producers, for readers, and for the limit on the size of an entry."""
     unhurried: PulsarAdmin | None = None
     """The admin client for repeated requests that may be slow. Without it, `admin` is used."""
     may_change_policies: bool = False
@@ -115,8 +107,9 @@ class PulsarLog:
         place: bytes = b"",
         earlier: Mapping[str, int] | None = None,
     ) -> None:
-        """Make the log. `place` is the place in a snapshot. `earlier` are sequence IDs of producers before the first
-        marker whose entries may be gone. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid place."""
+        """Make the log. `place` is the place in a snapshot. `earlier` contains the sequence IDs of producers before the
+        first marker, because Pulsar may have removed the entries. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid
+        place."""
         points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
@@ -124,15 +117,14 @@ class PulsarLog:
         self._topic = topic
         self._settings = settings
         self._schema: TopicSchema | None = None
-        queue_entries = PLAIN_QUEUE_ENTRIES if settings.format is EntryFormat.PLAIN else PACKED_QUEUE_ENTRIES
         self._content = Content(
             self._open_reader,
             topic,
             points,
-            queue_entries,
             lambda: self._limit,
             self._look_at_ledgers,
             partial(shared.admin.ledgers, topic),
+            self._find_end,
             earlier or {},
         )
         self._first_ledger_id = NOWHERE.ledger_id
@@ -143,29 +135,22 @@ class PulsarLog:
         self._max_entry_bytes = MAX_ENTRY_BYTES
         """The entry limit, as it was last found."""
         self._name_number = 0
+        self._is_begun = False
+        """Whether the topic's properties are known to say that it has had an owner."""
         self._writer: EntryWriter | None = None
         self._opening: PendingAppends | None = None
         self._reading: asyncio.Task[None] | None = None
         self._guarding: asyncio.Task[None] | None = None
 
-    @property
-    def _resends(self) -> bool:
-        """Whether the writer may send an entry twice, as Pulsar's client does when it connects again."""
-        return self._settings.format is not EntryFormat.NATIVE
+    async def _open_reader(self, start: MessageId | None) -> TopicReader:
+        return await open_reader(self._shared.brokers, self._topic, start, self._settings.format)
 
-    @property
-    def _native_brokers(self) -> Connects | None:
-        """The brokers, if the entries are native."""
-        if self._resends:
+    async def _find_end(self, after: MessageId) -> MessageId | None:
+        try:
+            return await self._shared.admin.end_after(self._topic, after)
+        except SeqdedupeError as e:
+            logger.warning("how %s ends is not known now: %s", self._topic, e)
             return None
-        if self._shared.brokers is None:
-            raise error("INTERNAL", f"{self._topic} has native entries, and no connection to its brokers")
-        return self._shared.brokers
-
-    async def _open_reader(self, start: MessageId | None, queue_entries: int) -> ReadsEntries:
-        if (brokers := self._native_brokers) is not None:
-            return await open_native_reader(brokers, self._topic, start)
-        return await open_reader(self._shared.client, self._topic, start, queue_entries)
 
     @property
     def _end(self) -> Point:
@@ -272,8 +257,6 @@ class PulsarLog:
 
         try:
             await check_stays(self._topic, self.incarnation, self._shared.admin)
-            if self._resends:
-                await check_deduplicates(self._topic, self._shared.admin)
             if why := await self._look_at_policies(self._shared.admin):
                 raise error("LOG_REFUSED", why)
             self._writer = writer = await self._open_writer(hear)
@@ -284,6 +267,7 @@ class PulsarLog:
             if not failed:
                 await self._content.read_on(receipt)
                 await check_alone(self._topic, self._shared.admin, writer.producer_name)
+                await self._record_begun()
             if failed:
                 raise error("LOG_REFUSED", f"{self._topic} cannot be written: {failed}")
             if self._end.standing.owner != owner:
@@ -298,9 +282,23 @@ class PulsarLog:
         writer.was_read([self._end.message_id])
         unhurried = self._shared.unhurried or self._shared.admin
         look = partial(self._look_at_policies, unhurried)
-        guarding = guard(self._topic, unhurried, opening, look, resends=self._resends)
-        self._guarding = asyncio.get_running_loop().create_task(guarding)
+        self._guarding = asyncio.get_running_loop().create_task(guard(self._topic, unhurried, opening, look))
         return 0
+
+    async def _has_begun(self) -> bool:
+        return (await self._shared.admin.properties(self._topic)).get(BEGUN) == str(self.incarnation)
+
+    async def _record_begun(self) -> None:
+        """Record that the topic has entries of sidecars, before any message is confirmed: once they are trimmed,
+        entries of others may be left, and look like those from before the first marker."""
+        if self._is_begun or not self._end.standing.owner.term:
+            return
+        try:
+            if not await self._has_begun():
+                await self._shared.admin.set_properties(self._topic, {BEGUN: str(self.incarnation)})
+            self._is_begun = True
+        except SeqdedupeError as e:
+            logger.warning("%s: its property %s cannot be set now: %s", self._topic, BEGUN, e)
 
     async def _open_writer(self, hear: Callable[[SettledEntry], None]) -> EntryWriter:
         shared = self._shared
@@ -308,15 +306,15 @@ class PulsarLog:
             schema = await schema_of(self._topic, shared.admin) if self._has_schema else None
             self._schema = schema.shown if schema is not None else None
             return await open_writer(
-                shared.client,
+                shared.brokers,
                 self._topic,
                 shared.instance_name,
                 self._name_number,
                 partial(shared.claim_opening, self._topic),
                 {ADDRESS: shared.address},
                 hear,
+                self._settings.format,
                 schema,
-                brokers=self._native_brokers,
             )
         except SeqdedupeError as e:
             # The error may come from a broker that reports a terminated topic as still held by the last producer.
@@ -334,12 +332,15 @@ class PulsarLog:
         await self._learn_limits(admin)
         may_change = self._shared.may_change_policies
         looks = self._shared.looks
-        return await looks.why_unsafe(admin, self._topic, may_change=may_change, resends=self._resends)
+        return await looks.why_unsafe(admin, self._topic, may_change=may_change)
 
     async def _learn_limits(self, admin: PulsarAdmin) -> None:
-        """Learn the present limit of an entry. A limit without an answer stays as it was."""
+        """Ask for the present limit of an entry: the lower of its brokers' limit and its policies' limit. If a request
+        has no answer, keep the known limit."""
         try:
-            self._max_entry_bytes = await max_entry_bytes(self._topic, admin, self._shared.brokers)
+            own = await admin.policy(whole_of(self._topic) or self._topic, "maxMessageSize")
+            of_brokers = await self._shared.brokers.max_entry_bytes()
+            self._max_entry_bytes = min(own, of_brokers) if isinstance(own, int) and own > 0 else of_brokers
         except SeqdedupeError as e:
             logger.warning("how large an entry of %s may be is not known now: %s", self._topic, e)
         if self._opening is not None:
@@ -400,7 +401,7 @@ class PulsarLog:
     async def wait_until_free(self) -> None:
         shared = self._shared
         async with evicting(self._topic, shared.admin, shared.answers):
-            await wait_until_free(self._topic, shared.admin, shared.connect, has_schema=self._has_schema)
+            await wait_until_free(self._topic, shared.admin, shared.brokers, has_schema=self._has_schema)
 
     # Reading.
 
@@ -409,8 +410,13 @@ class PulsarLog:
 
         Raises NO_STATE, LOG_DAMAGED, LOG_UNREADABLE.
         """
-        self._content.places.trim(self._content.places.left(await self._look_at_ledgers()))
+        self._content.places.trim(await self._content.left(await self._look_at_ledgers()))
         await self._content.begin(covered_index)
+        if self._end.message_id == NOWHERE and await self._has_begun():
+            # Another sidecar may have written the first marker after this one has read.
+            await self._content.begin(covered_index)
+            if self._end.message_id == NOWHERE:
+                raise error("NO_STATE", f"{self._topic} had entries of sidecars, and none is left")
 
     @property
     def earlier(self) -> dict[str, int]:
@@ -452,8 +458,11 @@ class PulsarLog:
     # Snapshots and retention.
 
     def place_at(self, next_index: int) -> bytes:
-        places = self._content.places
+        places, needed = self._content.places, self._content.needed
         points, last = places.below(next_index), places.at(next_index - 1)
+        if needed.next_index < next_index and needed.size_bytes > last.size_bytes:
+            # Pulsar may remove the entries before this point.
+            last = needed
         return bytes_of_points(self.incarnation, points if last is points[-1] else [*points, last])
 
     async def snapshot_is_durable(self, place: bytes) -> None:
@@ -475,14 +484,13 @@ class PulsarLog:
         return self._first_ledger_id
 
     async def may_trim_to(self, covered_index: int, retention: Retention) -> int:
-        """Return the first index that Pulsar's own retention has left, as of the last look."""
-        places = self._content.places
-        left, last = places.left(self._first_ledger_id), places.below(covered_index)[-1]
-        return min(left.next_index, last.next_index)
+        """Return the first index that Pulsar's own retention had kept at the last check."""
+        left = await self._content.left(self._first_ledger_id)
+        return min(left.next_index, self._content.places.at(covered_index - 1).next_index)
 
     async def trim(self, below_index: int) -> None:
         """Record what is gone: Pulsar has removed it already."""
-        left = self._content.places.left(self._first_ledger_id)
+        left = await self._content.left(self._first_ledger_id)
         if left.next_index <= below_index:
             self._content.places.trim(left)
 

@@ -32,10 +32,9 @@ _MODE_IDS = "SEQUENCE_ID"
 class PulsarLogs:
     """The logs of some namespaces of a cluster. Satisfies `seqdedupe.log.contract.Logs`.
 
-    New topics get `entry_format`, but `plain` instead of `native` if they have a schema. Each log keeps its messages by
-    a durable subscription, `seqdedupe-<instance name>`, from the place where the topic begins according to the last
-    durable snapshot. With `may_change_policies` a topic's own policies are set if they are not safe
-    (`policies.ensure_safe`).
+    New topics get `entry_format`, but topics with a schema get `plain` instead of `native`. A durable subscription,
+    `seqdedupe-<instance name>`, retains the messages of each log, from the topic's beginning in the last durable
+    snapshot on. With `may_change_policies`, unsafe policies of a topic are replaced (`policies.ensure_safe`).
     """
 
     def __init__(
@@ -61,12 +60,12 @@ class PulsarLogs:
     async def create(
         self, incarnation: int, topic: str, secret: bytes, partitions: int = 0, layout: Layout = AS_USUAL
     ) -> None:
-        """See `Logs.create`. An existing topic that is no log raises TOPIC_EXISTS. The secret is not used.
+        """See `Logs.create`. An existing topic that is not a log raises TOPIC_EXISTS. The secret is not used.
 
-        The partitions of a topic are made in order, and have incarnations that count up by 1.
+        The partitions of a topic are made in order, and have consecutive incarnations.
 
-        Raises INVALID_NAMESPACE for a topic that would not be found again; INVALID_TOPIC_NAME for a name that Pulsar
-        takes for a partition or reserves; INVALID_REQUEST for an invalid schema; UNSAFE_TOPIC_POLICY.
+        Raises INVALID_NAMESPACE for a topic outside the configured namespaces; INVALID_TOPIC_NAME for a name that
+        Pulsar reserves or uses for partitions; INVALID_REQUEST for an invalid schema; UNSAFE_TOPIC_POLICY.
         """
         self._check_name(topic)
         entry_format, schema = self._parsed(topic, layout)
@@ -76,8 +75,7 @@ class PulsarLogs:
             await self._create_partition(incarnation, topic, partitions, properties)
         else:
             await self._create_topic(incarnation, topic, properties)
-        resends = entry_format is not EntryFormat.NATIVE
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True, resends=resends)
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, is_new=True)
         if schema is not None and not (partitions and number_of(topic)):
             # Partitions have the schema of their topic.
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
@@ -90,7 +88,7 @@ class PulsarLogs:
             raise error(
                 "INVALID_NAMESPACE",
                 f"the namespace of {topic} is none of {', '.join(self._namespaces)}",
-                hint="Add it to pulsar.namespaces, or name the topic in one of them.",
+                hint="Add the namespace to pulsar.namespaces, or choose a topic in one of these namespaces.",
             )
 
     def _parsed(self, topic: str, layout: Layout) -> tuple[EntryFormat, wholes.Schema | None]:
@@ -100,7 +98,9 @@ class PulsarLogs:
         schema = wholes.parse(layout.schema) if layout.schema else None
         if schema is not None and entry_format is not EntryFormat.PLAIN:
             why = f"{topic} cannot have a schema: its entries are {entry_format.value}, batches of the sidecar's own"
-            raise error("INVALID_REQUEST", why, hint="Create it with the entry format plain, or without a schema.")
+            raise error(
+                "INVALID_REQUEST", why, hint="Create the topic with the entry format plain, or without a schema."
+            )
         return entry_format, schema
 
     async def take_over(
@@ -109,14 +109,17 @@ class PulsarLogs:
         """See `Logs.take_over`. Also raises TOPIC_TERMINATED, UNSAFE_TOPIC_POLICY, INVALID_NAMESPACE,
         INVALID_TOPIC_NAME.
 
-        The topic's first entries stay for this sidecar's subscription, which begins with them. Then the properties make
-        the topic a log, in one step: those of the topic, or, after each partition has its own, of the partitioned
-        topic. A crash before leaves the subscription, and safe policies. Two sidecars must not do this with the same
-        partitioned topic at the same time.
+        This sidecar's subscription begins with the topic's first entries, so Pulsar keeps these entries. Then the
+        topic's properties make the topic a log, in one step. For a partitioned topic, each partition first gets its
+        properties. The properties of the partitioned topic then take effect for all partitions. After an earlier crash,
+        only the subscription and the safe policies remain. Two sidecars must not take over the same partitioned topic
+        at the same time.
         """
         self._check_name(topic)
         if whole_of(topic) is not None:
-            raise error("INVALID_TOPIC_NAME", f"{topic} has the name of a partition", hint="Take the whole topic over.")
+            raise error(
+                "INVALID_TOPIC_NAME", f"{topic} has the name of a partition", hint="Take over the partitioned topic."
+            )
         entry_format, schema = self._parsed(topic, layout)
         try:
             partitions = (await self._admin.partitioned(topic)).partitions
@@ -128,12 +131,9 @@ class PulsarLogs:
             raise _exists(topic, properties)
         names = [partition_name(topic, k) for k in range(partitions)] or [topic]
         await taking_over.check_can_be_taken_over(self._admin, names)
-        for name in names:
-            await taking_over.check_end(self._admin, name, entry_format)
         numbers = incarnations(len(names))
-        resends = entry_format is not EntryFormat.NATIVE
         for name in names:
-            await ensure_safe(self._admin, name, may_change=self._may_change_policies, resends=resends)
+            await ensure_safe(self._admin, name, may_change=self._may_change_policies)
         if schema is not None:
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
         for name, incarnation in zip(names, numbers, strict=True):
@@ -164,7 +164,7 @@ class PulsarLogs:
     async def _create_partition(
         self, incarnation: int, topic: str, partitions: int, properties: Mapping[str, str]
     ) -> None:
-        """Make a partition. The first one is made with all others, which then get their properties."""
+        """Set the properties of a partition. With the first partition, Pulsar first makes all partitions."""
         number, whole = number_of(topic), whole_of(topic) or ""
         if number == 0:
             await wholes.begin(self._admin, whole, incarnation, partitions, self._shared.instance_name)
@@ -201,8 +201,7 @@ class PulsarLogs:
             )
         properties = await self._properties(topic, incarnation)
         settings = self._settings(topic, properties)
-        resends = settings.format is not EntryFormat.NATIVE
-        await ensure_safe(self._admin, topic, may_change=self._may_change_policies, resends=resends)
+        await ensure_safe(self._admin, topic, may_change=self._may_change_policies)
         # The subscription comes first, so that the entries stay. A sidecar that is new to the topic has none yet.
         await self._admin.create_subscription(topic, self._shared.subscription)
         # Other sidecars can then tell whose subscription it is, even while this sidecar owns nothing.
@@ -312,7 +311,7 @@ def _properties_of(incarnation: int, partitions: int, entry_format: EntryFormat,
 
 
 def _exists(topic: str, properties: Mapping[str, str]) -> SeqdedupeError:
-    """Return the error for a new topic whose name is taken by a topic with these properties."""
+    """Return the error for a new topic if a topic with the same name and these properties exists."""
     if wholes.is_going(properties):
         what = f"{topic} is being deleted, and a sidecar is still connected to it"
         hint = "Try again in a minute: sidecars release it within that time."

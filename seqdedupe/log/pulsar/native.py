@@ -1,8 +1,8 @@
-"""Entries of the format `native`: genuine batches of Pulsar's, which every consumer reads. Pure.
+"""Entries of the format `native`: genuine Pulsar batches, which every consumer can read. Pure.
 
-What recovery and readers need stands in our own field of the entry's metadata (`docs/internals/formats-pulsar.md`). An
-entry is encoded from a `PulsarMessage` in the form of the format `packed`, and decoded to the same message. So the rest
-of the code treats both formats alike.
+The sidecar's own field of the entry's metadata contains the data for recovery and readers
+(`docs/internals/formats-pulsar.md`). A `PulsarMessage` in the form of the format `packed` is encoded to an entry, and
+an entry is decoded to the same message. So the rest of the code treats both formats in the same way.
 
 Kernels: import this module only after `kernels.prepare()`.
 """
@@ -45,6 +45,7 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import (
+    INVALID,
     NO_LIMIT,
     EncodedBatch,
     EntryFormat,
@@ -52,6 +53,7 @@ from seqdedupe.log.pulsar.entries import (
     PulsarMessage,
     damaged,
     encoded_part,
+    is_of_sidecar,
     packed_message,
     too_large,
 )
@@ -73,8 +75,8 @@ from seqdedupe.pulsar_wire.batches import (
     rows_of,
     stored_batch,
 )
-from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of, stamped
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
+from seqdedupe.pulsar_wire.frames import WireEntry, decompress, metadata_of, stamped
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata, Property
 from seqdedupe.pulsar_wire.rows import HAS_KEY, HAS_ORDERING_KEY, HAS_SEQUENCE_ID, KEY_IS_BASE64, NULL_VALUE
 
 NATIVE_VERSION = 1
@@ -106,15 +108,15 @@ _KINDS = {_BATCH: BATCH, _CONTROL: CONTROL, _MARKER: MARKER}
 
 
 def native_parts(part: EncodedBatch, limit_bytes: int) -> Iterator[EncodedBatch]:
-    """Yield the same rows in batches that are an entry each: of one producer, of at most MAX_ENTRY_ROWS rows, and of
-    at most `limit_bytes`. They are encoded as a reader encodes them. Raises MESSAGE_TOO_LARGE."""
+    """Divide the rows into batches that are one entry each: of one producer, with at most MAX_ENTRY_ROWS rows and at
+    most `limit_bytes`. The batches are encoded as a reader encodes them. Raises MESSAGE_TOO_LARGE."""
     whole = batches.decode(part.encoded)
     for first, stop in _runs(whole):
         yield from _parts(whole, first, stop, limit_bytes)
 
 
 def _runs(batch: Batch) -> Iterator[tuple[int, int]]:
-    """Yield the longest ranges of rows that have one producer, one delivery time and one schema version."""
+    """Yield the longest ranges of rows with the same producer, delivery time and schema version."""
     changes = np.flatnonzero(np.diff(batch.producer_indexes)) + 1 if len(batch.producer_indexes) else NO_INT64S
     if _has_entry_fields(batch):
         fields = _entry_fields(batch)
@@ -149,8 +151,8 @@ def passed_entry(
 ) -> WireEntry | None:
     """Return the entry with the payload that the batch's producer has sent, byte for byte.
 
-    Return None if a reader would not make exactly this batch of it, or the entry is too large. Then the sidecar encodes
-    the batch itself.
+    Return None if a reader would not decode the entry to exactly this batch, or if the entry is too large. The sidecar
+    then encodes the batch.
     """
     rows = sent.rows
     if rows is None or len(rows) != part.rows or len(rows) > MAX_ENTRY_ROWS:
@@ -186,9 +188,9 @@ def wire_entry(
     compression: CompressionType.ValueType = NONE,
     schema_version: bytes | None = None,
 ) -> WireEntry:
-    """Return the entry of a batch, control record or marker, which has an event time: the time of its publication.
+    """Return the entry of a batch, control record or marker. The event time of the given message is the publish time.
 
-    An entry without messages has the given producer name and sequence ID: those of the sidecar's own producer.
+    An entry without messages has the given producer name and sequence ID, which belong to the sidecar's own producer.
     """
     properties = message.properties
     place = EntryPlace.parse(properties[ENTRY])
@@ -226,13 +228,14 @@ def _has_entry_fields(batch: Batch) -> bool:
 
 
 def _entry_fields(batch: Batch) -> list[tuple[int, bytes]]:
-    """Return the delivery time and the schema version of each row; 0 and empty for none."""
+    """Return the delivery time (0: none) and the schema version (empty: none) of each row."""
     times, versions = (_texts(batch, name) for name in (_DELIVER_AT, _SCHEMA_VERSION))
     return [(deliver_at(time_ms), version_of(version)) for time_ms, version in zip(times, versions, strict=True)]
 
 
 def _texts(batch: Batch, name: bytes) -> list[str]:
-    """Return the value of the property of this name in each row; empty for none. A batch may have a million others."""
+    """Return the value of the property with this name in each row; empty if the row has no such property. The batch may
+    have a million other properties."""
     found = [""] * len(batch)
     places = np.flatnonzero(np.diff(batch.property_names.offsets) == len(name))
     rows = np.searchsorted(batch.property_offsets, places, "right") - 1
@@ -248,8 +251,8 @@ def _head(kind: int, place: EntryPlace) -> bytes:
 
 
 def _no_message(kind: str, sequence_id: int) -> EntryRows:
-    """Return the row of an entry without messages: a null value that says so. Consumers see it, and acknowledge it. A
-    hidden one would stay in their backlog."""
+    """Return the row of an entry without messages: a null value with a property that states the kind. Consumers see
+    this row and acknowledge it. A hidden row would stay in their backlog."""
     return EntryRows.of([EntryRow(sequence_id, properties=((KIND.encode(), kind.encode()),), flags=NULL_VALUE)])
 
 
@@ -301,7 +304,7 @@ def _renamed(properties: Properties, rename: Callable[[bytes], bytes]) -> Proper
 
 
 def _split(properties: Properties) -> tuple[Properties, list[bytes]]:
-    """Return the properties without the rows' ordering keys, and the keys; a key is empty if there is none."""
+    """Return the properties without ordering keys, and the ordering key of each row (empty: none)."""
     names, ends = properties.names, properties.offsets[1:]
     counts = np.diff(properties.offsets)
     keys, stays = [b""] * len(counts), np.ones(len(names.offsets) - 1, np.bool_)
@@ -329,16 +332,14 @@ def _values(column: Binary) -> Values:
 
 
 def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) -> PulsarEntry:
-    """Return an entry of a topic. Without our field it is another producer's, and only its producer's name and highest
-    sequence ID are looked at.
+    """Return an entry of a topic. If the entry lacks the sidecar's field, another producer wrote the entry. Then only
+    the producer's name and highest sequence ID are decoded.
 
     Raises LOG_DAMAGED, NEWER_FORMAT.
     """
     name = metadata.producer_name.decode(errors="replace")
     if not metadata.HasField("seqdedupe"):
-        ordering_key = metadata.ordering_key
-        highest = highest_id(entry, metadata)
-        return PulsarEntry(PulsarMessage(b"", {}), place, metadata.publish_time, name, highest, 0, ordering_key)
+        return PulsarEntry(PulsarMessage(b"", {}), place, metadata.publish_time, name, highest_id(entry, metadata))
     try:
         message = _message(entry, metadata)
     except (SeqdedupeError, struct.error, ValueError, OverflowError) as e:
@@ -348,12 +349,63 @@ def native_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
     return PulsarEntry(message, place, message.event_time_ms, name, highest_id(entry, metadata))
 
 
-def highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
-    """Return the highest sequence ID of another producer's entry; -1 if it ends no message.
+def single_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) -> PulsarEntry:
+    """Return an entry of a topic whose format is not `native`: there a sidecar's entry is one message, not in a batch.
+    Of all other entries, only the producer's name and highest sequence ID are decoded.
 
-    A message of several chunks is there with its last one. If a batch's metadata do not state the highest ID, its rows
-    do. If they cannot be read (encrypted, say) or are more than any client sends, they count as numbered in a row: at
-    least what a broker would take.
+    If the payload of a sidecar's entry is invalid, the entry has the property INVALID.
+    """
+    name, message = metadata.producer_name.decode(errors="replace"), PulsarMessage(b"", {})
+    try:
+        properties = {pair.key.decode(): pair.value.decode() for pair in metadata.properties}
+    except UnicodeDecodeError:
+        # Those of our own entries are UTF-8.
+        properties = {}
+    if ENTRY in properties and kind_of(metadata) is EntryKind.SINGLE:
+        is_ours = is_of_sidecar(name)
+        try:
+            payload = decompress(metadata.compression, entry.payload, metadata.uncompressed_size, MAX_DECODED_BYTES)
+            key = metadata.partition_key.decode(errors="replace")
+            message = PulsarMessage(
+                None if metadata.null_value else bytes(payload), properties, key, metadata.event_time
+            )
+            if is_ours:
+                return PulsarEntry(message, place, metadata.publish_time, name)
+        except SeqdedupeError as e:
+            # Anybody may write properties of ours. Only under a sidecar's name is such an entry damage.
+            if is_ours:
+                message = PulsarMessage(b"", {INVALID: str(e)})
+    return PulsarEntry(message, place, metadata.publish_time, name, highest_id(entry, metadata))
+
+
+def single_wire_entry(
+    message: PulsarMessage, producer_name: str, sequence_id: int, publish_time_ms: int, schema_version: bytes = b""
+) -> WireEntry:
+    """Return the message as an entry of its own, not in a batch and not compressed, as `single_entry` reads it. The
+    entry has the version of the topic's schema, unless `schema_version` is empty."""
+    payload = message.payload or b""
+    metadata = MessageMetadata(
+        producer_name=producer_name.encode(),
+        sequence_id=sequence_id,
+        publish_time=publish_time_ms,
+        uncompressed_size=len(payload),
+        properties=[Property(key=key.encode(), value=value.encode()) for key, value in message.properties.items()],
+        partition_key=message.key.encode() or None,
+        event_time=message.event_time_ms or None,
+        deliver_at_time=deliver_at(message.properties.get(DELIVER_AT, "")) or None,
+        schema_version=schema_version or None,
+        null_value=message.payload is None or None,
+    )
+    return WireEntry(metadata.SerializeToString(), payload)
+
+
+def highest_id(entry: WireEntry, metadata: MessageMetadata) -> int:
+    """Return the highest sequence ID of an entry that another producer wrote; -1 if the entry does not complete a
+    message.
+
+    The last chunk completes a chunked message. If a batch's metadata do not state the highest ID, the rows are read. If
+    the rows cannot be read (for example because they are encrypted), or are more than any client sends, the function
+    assumes consecutive IDs. The result is then at least the ID that a broker would record.
     """
     kind, chunks = kind_of(metadata), metadata.num_chunks_from_msg
     if kind is EntryKind.MARKER or (chunks > 1 and metadata.chunk_id != chunks - 1):
@@ -425,8 +477,8 @@ def _time_ms(metadata: MessageMetadata) -> int:
 
 
 def _entry_properties(metadata: MessageMetadata, rows: EntryRows) -> list[tuple[bytes, bytes]]:
-    """Return the properties that a reader adds to each message: fields of the entry that no message has as a property,
-    since its producer has set only the field."""
+    """Return the properties that a reader adds to each message. They are the fields of the entry that no message has as
+    a property, because the producer has set only the field."""
     names = bytes(rows.properties.names.data)
     return [pair for pair in of_entry(metadata.deliver_at_time, metadata.schema_version) if pair[0] not in names]
 
@@ -439,9 +491,8 @@ def _batch_of_rows(
     complete_up_to: int,
     more: Sequence[tuple[bytes, bytes]] = (),
 ) -> Batch:
-    """Return the rows as a batch, in the one encoding that it has. Each row gets the properties `more`. Raises
-    LOG_DAMAGED, MALFORMED_MESSAGE.
-    """
+    """Return the rows as a batch in the canonical encoding. Each row gets the additional properties `more`. Raises
+    LOG_DAMAGED, MALFORMED_MESSAGE."""
     if (rows.flags & ~_OF_ROWS).any():
         raise damaged(f"a message of {name!r} has what no sidecar writes")
     is_null = (rows.flags & NULL_VALUE) != 0

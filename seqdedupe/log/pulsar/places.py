@@ -51,8 +51,8 @@ class Point(NamedTuple):
     def after(
         self, standing: TermStanding, message_id: MessageId, publish_time_ms: int, at_latest_ms: int, size_bytes: int
     ) -> "Point":
-        """Return the point after the next valid entry. The entry has `size_bytes`, and the topic then has this
-        standing."""
+        """Return the point after the next valid entry. The entry has `size_bytes`. `standing` is the state after the
+        entry."""
         return Point(
             standing,
             message_id,
@@ -63,10 +63,10 @@ class Point(NamedTuple):
 
 
 class Places:
-    """The points of a topic, and its end as far as it is known.
+    """The points of a topic, and the known end of the topic.
 
-    Points are where a record begins. The newer half are one step apart. Older ones are further apart, the more of the
-    topic there is. Where the topic was read, points between them are added again (`learn`).
+    A record begins at each point. The newer half of the points are one step apart, or before a marker. The distance of
+    older points grows with the size of the topic. Where the topic is read, further points are added again (`learn`).
     """
 
     def __init__(self, points: Sequence[Point]) -> None:
@@ -89,15 +89,16 @@ class Places:
         return self._points[0]
 
     def advance(self, to: Point, *, begins_record: bool, is_batch: bool) -> Runs:
-        """Add the next valid entries, which are consecutive; `to` is the point after them. Return the message IDs of
-        their rows. Several entries are rows of one record, one entry each."""
+        """Add the next valid entries, which are consecutive. `to` is the point after these entries. Return the message
+        IDs of the rows. If there are several entries, each entry is one row of the same record."""
         end, self.end = self.end, to
         if end.message_id == NOWHERE:
             self._points[0] = end._replace(message_id=MessageId(to.message_id.ledger_id, NOWHERE.entry_id))
             self.begins_at = to.message_id
         rows = to.next_index - end.next_index
         if begins_record:
-            if end.size_bytes - self._points[-1].size_bytes >= STEP_BYTES:
+            distance = end.size_bytes - self._points[-1].size_bytes
+            if distance >= STEP_BYTES or (distance > 0 and to.standing.owner != end.standing.owner):
                 self._points.append(end)
                 self._thin()
             if rows:
@@ -130,13 +131,17 @@ class Places:
             self._thin()
 
     def left(self, first_ledger_id: int) -> Point:
-        """Return the first point whose previous entry still exists, if all ledgers before this ledger are removed."""
-        at = bisect_left(self._points, first_ledger_id, key=lambda point: point.message_id.ledger_id)
-        return self._points[min(at, len(self._points) - 1)]
+        """Return the first point whose previous entry still exists, if all ledgers before this ledger are removed. If
+        there is none, return a point whose previous entry is gone."""
+        points = sorted([*self._points, self._last_record, self.end], key=_size)
+        at = bisect_left(points, first_ledger_id, key=lambda point: point.message_id.ledger_id)
+        return points[at] if at < len(points) else self._points[-1]
 
     def trim(self, first: Point) -> None:
         """Make this point the beginning of the topic."""
-        del self._points[: bisect_left(self._points, first.size_bytes, key=_size)]
+        self._points[: bisect_right(self._points, first.size_bytes, key=_size)] = [first]
+        if first.message_id.entry_id < 0 < first.next_index:
+            self.begins_at = first.message_id._replace(entry_id=0)
 
     def _thin(self) -> None:
         if len(self._points) > MAX_POINTS:
@@ -145,9 +150,12 @@ class Places:
 
     def at(self, index: int) -> Point:
         """Return the last point that is not after the message with this index."""
-        if self._last_record.next_index <= index and self._last_record.size_bytes > self._points[-1].size_bytes:
-            return self._last_record
-        return self._points[max(1, bisect_right(self._points, index, key=_next_index)) - 1]
+        point, last = self._points[max(1, bisect_right(self._points, index, key=_next_index)) - 1], self._last_record
+        return last if last.next_index <= index and last.size_bytes > point.size_bytes else point
+
+    def before(self, point: Point) -> Point:
+        """Return the last point before this one; the first point if there is none."""
+        return self._points[max(1, bisect_left(self._points, point.size_bytes, key=_size)) - 1]
 
     def at_size(self, size_bytes: int) -> Point:
         """Return the last point with at most this number of bytes before it."""
@@ -216,7 +224,8 @@ _POINT = struct.Struct("<QQQQqqqqQ")
 
 
 def bytes_of_points(incarnation: int, points: Sequence[Point]) -> bytes:
-    """Return the bytes of the points, which ascend: the first, the last, and as many of the others as allowed."""
+    """Return the encoded points, in ascending order: the first point, the last point, and as many other points as
+    allowed."""
     return _HEAD.pack(VERSION, incarnation) + b"".join(map(_encode, thinned(points, MAX_STORED_POINTS)))
 
 

@@ -1,4 +1,4 @@
-"""The policies that a topic must have to be a log: no needed entry is deleted, and no entry is stored twice."""
+"""The policies that a topic must have to be a log: no needed entry is deleted."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from seqdedupe.entry_properties import INCARNATION
 from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.log.pulsar.wholes import is_going
-from seqdedupe.log.pulsar.writer import EntryWriter, PendingAppends
+from seqdedupe.log.pulsar.writer import PendingAppends
 from seqdedupe.names import namespace_of, whole_of
 
 logger = logging.getLogger("seqdedupe.log")
@@ -20,8 +20,6 @@ logger = logging.getLogger("seqdedupe.log")
 IN_FORCE_TIMEOUT_SECONDS = 30.0
 """A policy is in force within a tenth of a second after it was set, unless the broker is in trouble."""
 _POLL_SECONDS = 0.05
-_SNAPSHOT_INTERVAL = "deduplicationSnapshotInterval"
-_OF_DEDUPLICATION = ("deduplicationEnabled", _SNAPSHOT_INTERVAL)
 
 
 class _Policy(NamedTuple):
@@ -54,20 +52,6 @@ def _quota(kind: str, limit: str) -> "_Policy":
 
 
 _POLICIES = (
-    _Policy(
-        "deduplicationEnabled",
-        lambda value: value is True,
-        ("deduplicationEnabled", True),
-        "Pulsar's deduplication is off, so that what its client sends again is stored twice",
-        "set-deduplication --enable",
-    ),
-    _Policy(
-        _SNAPSHOT_INTERVAL,
-        lambda value: value == 0,
-        (_SNAPSHOT_INTERVAL, 0),
-        "Pulsar's deduplication takes snapshots by time",
-        "set-deduplication-snapshot-interval --interval 0",
-    ),
     _Policy(
         "retention",
         lambda kept: bool(kept) and kept["retentionTimeInMinutes"] != 0 and kept["retentionSizeInMB"] != 0,
@@ -108,7 +92,7 @@ _POLICIES = (
 
 
 class Looks:
-    """The findings of a sidecar about the policies of the topics that it writes or will write."""
+    """The results of the policy checks for all topics that this sidecar writes or will write."""
 
     def __init__(self) -> None:
         self.unsafe: set[str] = set()
@@ -116,14 +100,14 @@ class Looks:
         self.seen_at: dict[str, float] = {}
         """The time of the last look at each topic, in seconds since 1970."""
 
-    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool, resends: bool = True) -> str:
+    async def why_unsafe(self, admin: PulsarAdmin, topic: str, *, may_change: bool) -> str:
         """Return the reason why nothing should be acknowledged in a topic; empty if its policies are safe.
 
         If the policies cannot be read now, they count as unchanged.
         """
         try:
             await check_takes_producers(admin, topic)
-            await ensure_safe(admin, topic, may_change=may_change, resends=resends)
+            await ensure_safe(admin, topic, may_change=may_change)
             why = ""
         except SeqdedupeError as e:
             if e.reason != "UNSAFE_TOPIC_POLICY":
@@ -143,38 +127,32 @@ class Looks:
 
 
 async def check_takes_producers(admin: PulsarAdmin, topic: str) -> None:
-    """Raise UNSAFE_TOPIC_POLICY, with the command to run, if the topic's namespace requires encrypted messages. No
-    sidecar encrypts. Pulsar's client does not report that: it times out."""
+    """Raise UNSAFE_TOPIC_POLICY, with the command to run, if the topic's namespace requires encrypted messages, because
+    sidecars do not encrypt. Brokers do not report this reason."""
     namespace = namespace_of(topic)
     if await admin.namespace_policy(namespace, "encryptionRequired") is True:
         command = f"pulsar-admin namespaces set-encryption-required --disable {namespace}"
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be written: messages must be encrypted there ({command})")
 
 
-async def ensure_safe(
-    admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False, resends: bool = True
-) -> None:
+async def ensure_safe(admin: PulsarAdmin, topic: str, *, may_change: bool, is_new: bool = False) -> None:
     """Return if the topic can be a log: its policies are safe and in force. With `may_change`, unsafe policies are set.
     A partition has the policies of its whole topic.
 
-    Policies of the namespace are never set. Raises UNSAFE_TOPIC_POLICY with the commands to run, otherwise as
-    `PulsarAdmin`. If the topic `is_new`, the commands are for the namespace, since the topic will be removed. Pulsar's
-    deduplication must be in force if the topic's writer `resends`: Pulsar's client does, a native topic's writer never.
+    Policies of the namespace are never set. Raises UNSAFE_TOPIC_POLICY with the commands to run, and the errors of
+    `PulsarAdmin`. If the topic `is_new`, the commands are for the namespace, because the topic will be removed.
     """
     dangers = await _of_namespace(admin, topic)
-    policies = [policy for policy in _POLICIES if resends or policy.name not in _OF_DEDUPLICATION]
-    are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in policies))
-    unsafe = [policy for policy, is_safe in zip(policies, are_safe, strict=True) if not is_safe]
+    are_safe = await asyncio.gather(*(_is_safe(admin, topic, policy) for policy in _POLICIES))
+    unsafe = [policy for policy, is_safe in zip(_POLICIES, are_safe, strict=True) if not is_safe]
     if may_change and not dangers:
         for policy in unsafe:
             path, value = policy.safe
             await admin.set_policy(_with_policies(topic), path, value)
-        unsafe = await _still_unsafe(admin, topic, unsafe, resends=resends)
+        unsafe = await _still_unsafe(admin, topic, unsafe)
     dangers += [f"{policy.danger} (pulsar-admin {_command(policy, topic, is_new)})" for policy in unsafe]
     if dangers:
         raise error("UNSAFE_TOPIC_POLICY", f"{topic} cannot be a log: {'; '.join(dangers)}")
-    if resends and not (await admin.stats(topic)).deduplicates:
-        raise _not_in_force(topic)
 
 
 def _command(policy: _Policy, topic: str, of_namespace: bool) -> str:
@@ -184,27 +162,23 @@ def _command(policy: _Policy, topic: str, of_namespace: bool) -> str:
 
 
 def _with_policies(topic: str) -> str:
-    """Return the topic that has the policies: Pulsar has policies of whole topics, none of a partition."""
+    """Return the topic whose policies apply. In Pulsar, a partition has the policies of its partitioned topic."""
     return whole_of(topic) or topic
 
 
 async def _is_safe(admin: PulsarAdmin, topic: str, policy: _Policy) -> bool:
     try:
-        value = await admin.policy(_with_policies(topic), policy.name)
-        if value is None and policy.name == _SNAPSHOT_INTERVAL:
-            # Pulsar only returns the topic's own interval.
-            value = await admin.namespace_policy(namespace_of(topic), policy.name)
-        return policy.is_safe(value)
+        return policy.is_safe(await admin.policy(_with_policies(topic), policy.name))
     except (KeyError, TypeError, AttributeError) as e:
         raise error("PULSAR_REFUSES", f"{policy.name} of {topic} is not answered as Pulsar does") from e
 
 
-async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy], *, resends: bool) -> list[_Policy]:
+async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy]) -> list[_Policy]:
     """Return the policies that are not in force in time."""
     limit = time.monotonic() + IN_FORCE_TIMEOUT_SECONDS
     while True:
         changed = [policy for policy in changed if not await _is_safe(admin, topic, policy)]
-        if not changed and (not resends or (await admin.stats(topic)).deduplicates):
+        if not changed:
             return []
         if time.monotonic() > limit:
             return changed
@@ -212,7 +186,8 @@ async def _still_unsafe(admin: PulsarAdmin, topic: str, changed: list[_Policy], 
 
 
 async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
-    """Return the dangers from the namespace: a sidecar's subscription must stay while the sidecar is down."""
+    """Return the dangers that policies of the namespace cause. A sidecar's subscription must stay while the sidecar is
+    down."""
     namespace = namespace_of(topic)
     minutes = await admin.subscription_expiration_minutes(namespace)
     if minutes is None:
@@ -229,29 +204,17 @@ async def _of_namespace(admin: PulsarAdmin, topic: str) -> list[str]:
     return [f"unused subscriptions {expire}: the sidecar's own, when it is down ({command})"]
 
 
-def _not_in_force(topic: str) -> SeqdedupeError:
-    return error(
-        "LOG_REFUSED",
-        f"Pulsar's deduplication of {topic} is switched on, but not in force",
-        hint="It should be within a second; see what the broker logs. It is tried again.",
-    )
-
-
-# -- Checks while a topic is owned: nobody else writes to it or deletes it, and Pulsar deduplicates it.
+# -- Checks while a topic is owned: nobody else writes to it or deletes it.
 
 ALONE_SECONDS = 5.0
 """Statistics follow a hand-over within a tenth of a second, unless the broker is in trouble."""
 LOOK_SECONDS = 60.0
-"""The time between two checks of Pulsar's deduplication, and whether somebody deletes the topic."""
-CONNECTED_POLL_SECONDS = 0.25
-DISCONNECTED_SECONDS = 2.0
-"""The most time without a connection. After an unload the client reconnects in a tenth of that. Otherwise it may wait
-for half a minute, and a new producer does not."""
+"""The time between two checks of the policies, and whether somebody deletes the topic."""
 
 
 async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> None:
-    """Raise NOT_OWNER if the topic's statistics do not show this producer as the only producer. If they do, that is not
-    a proof of ownership."""
+    """Raise NOT_OWNER unless the topic's statistics show this producer as the only producer. The statistics alone do
+    not prove ownership."""
     until = asyncio.get_running_loop().time() + ALONE_SECONDS
     while (names := {each.name for each in (await admin.stats(topic)).publishers}) != {producer_name}:
         if asyncio.get_running_loop().time() >= until:
@@ -260,15 +223,9 @@ async def check_alone(topic: str, admin: PulsarAdmin, producer_name: str) -> Non
         await asyncio.sleep(_POLL_SECONDS)
 
 
-async def check_deduplicates(topic: str, admin: PulsarAdmin) -> None:
-    """Raise LOG_REFUSED if Pulsar's deduplication is not in force."""
-    if not (await admin.stats(topic)).deduplicates:
-        raise error("LOG_REFUSED", _not_deduplicated(topic))
-
-
 async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
-    """Raise NOT_OWNER if the topic is being deleted, by any sidecar, or was recreated: no sidecar may take it over any
-    more."""
+    """Raise NOT_OWNER if any sidecar is deleting the topic, or if the topic was recreated. No sidecar may then take
+    over this topic."""
     properties = await admin.properties(topic)
     if is_going(properties):
         raise error("NOT_OWNER", f"{topic} is being deleted")
@@ -276,47 +233,20 @@ async def check_stays(topic: str, incarnation: int, admin: PulsarAdmin) -> None:
         raise error("NOT_OWNER", f"{topic} was deleted and created again: it is {now}, not {incarnation}")
 
 
-async def guard(
-    topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]], *, resends: bool = True
-) -> None:
-    """End an opening in three cases. First, its producer has lost the connection: another sidecar may have the
-    topic, and a producer that sends nothing would not notice. Second, the topic is being deleted. Third, its writer
-    `resends`, and Pulsar's deduplication is disabled. `look` is called at the same intervals, and returns the reason if
-    the opening should end."""
-    opening.fail(await _why_lost(topic, admin, opening.writer, look, resends=resends))
-
-
-async def _why_lost(
-    topic: str, admin: PulsarAdmin, writer: EntryWriter, look: Callable[[], Awaitable[str]], *, resends: bool
-) -> str:
-    now = asyncio.get_running_loop().time
+async def guard(topic: str, admin: PulsarAdmin, opening: PendingAppends, look: Callable[[], Awaitable[str]]) -> None:
+    """End an opening if the topic is being deleted, or if `look` returns a reason. Both are checked regularly."""
     # This spreads the looks at topics that were opened together.
-    connected_at, looked_at = now(), now() - LOOK_SECONDS * random.random() / 2
-    while True:
-        await asyncio.sleep(CONNECTED_POLL_SECONDS)
-        if writer.is_connected:
-            connected_at = now()
-        elif now() - connected_at >= DISCONNECTED_SECONDS:
-            return f"the producer of {topic} has lost its connection"
-        if now() - looked_at >= LOOK_SECONDS:
-            looked_at = now()
-            if why := await _why_not(topic, admin, resends=resends) or await look():
-                return why
+    pause_seconds, why = LOOK_SECONDS * (1 - random.random() / 2), ""
+    while not why:
+        await asyncio.sleep(pause_seconds)
+        pause_seconds, why = LOOK_SECONDS, await _why_not(topic, admin) or await look()
+    opening.fail(why)
 
 
-async def _why_not(topic: str, admin: PulsarAdmin, *, resends: bool) -> str:
-    """Return why nobody should own the topic any more; empty if there is no reason."""
+async def _why_not(topic: str, admin: PulsarAdmin) -> str:
+    """Return the reason why no sidecar should own the topic any more; empty if there is no reason."""
     # An admin URL that does not answer ends no ownership.
     with suppress(SeqdedupeError):
         if is_going(await admin.properties(topic)):
             return f"{topic} is being deleted"
-        if resends and not (await admin.stats(topic)).deduplicates:
-            return _not_deduplicated(topic)
     return ""
-
-
-def _not_deduplicated(topic: str) -> str:
-    return (
-        f"Pulsar's deduplication of {topic} is off, so that what its client sends again would be stored twice; switch "
-        f"it on: pulsar-admin topicPolicies set-deduplication --enable {topic}"
-    )

@@ -2,258 +2,41 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import pulsar
-import pulsar.asyncio
 
-from seqdedupe.entry_properties import BATCH, CONTROL, ENTRY, KIND
-from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, error
+from seqdedupe.entry_properties import BATCH, CONTROL, KIND
+from seqdedupe.errors import DamagedError, error
 from seqdedupe.format import records
-from seqdedupe.format.columns import RECORD_END, ROWS
 from seqdedupe.format.headers import BATCH_TAG, CONTROL_TAG, MARKER_BYTES, MARKER_TAG, NO_KEY, header, marker_body
-from seqdedupe.limits import MAX_SEQUENCE_ID
+from seqdedupe.format.layout import RECORD_END, ROWS
 from seqdedupe.log.contract import Entries, Run, Runs
 from seqdedupe.log.pulsar.entries import (
     PulsarEntry,
-    PulsarMessage,
     Rows,
     check_earlier,
-    content_bytes,
     control_body,
     damaged,
     encoded_part,
-    is_of_sidecar,
     read_marker,
 )
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import STEP_BYTES, Point, begins_record, size_of
-from seqdedupe.log.pulsar.pulsar_client import opened, told
 from seqdedupe.log.pulsar.terms import Terms, TermVerdict, gap
 from seqdedupe.message_id import NOWHERE, MessageId
 
-READ_STEP_ENTRIES = 500
-"""The most entries that are taken in one step: a few milliseconds of the event loop."""
-READ_STEP_BYTES = 256 * 1024
-"""After this number of payload bytes a step takes no more entries."""
-OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
-"""The opening of a reader while its topic is unloaded ends with the client's own time-out. Another reader is opened at
-once."""
-_AT_ONCE_MS = 0
-_LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
-"""Field numbers of Pulsar's `MessageIdData`."""
-_FIXED_SIZES = {1: 8, 5: 4}
-"""The sizes of fields with these wire types of protobuf."""
-
 
 class ReadsEntries(Protocol):
-    """A reader of a topic's entries, with the methods of `EntryReader`."""
+    """A reader of a topic's entries: `broker_wire.TopicReader` describes the methods."""
 
     async def read(self) -> list[PulsarEntry]: ...
 
     async def is_at_end(self) -> bool: ...
 
     async def close(self) -> None: ...
-
-
-class EntryReader:
-    """Reads from one place on, until it is closed. All methods are called on one event loop.
-
-    Entries that Pulsar has trimmed are skipped silently. After a broker's crash, entries may be delivered again. So the
-    caller must check numbers and indexes (`Terms`).
-    """
-
-    def __init__(self, reader: Any) -> None:
-        """Make the reader, for `open_reader`."""
-        self._reader = reader
-        self._next: asyncio.Future[Any] | None = None
-
-    async def read(self) -> list[PulsarEntry]:
-        """Return the next entries, at least one. This waits for the first. Nothing is lost if it is cancelled.
-
-        Raises LOG_UNREADABLE: then a new reader is needed.
-        """
-        # A message that arrives when no caller waits any more would be lost.
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._reader.read_next())
-        try:
-            message = await asyncio.shield(self._next)
-        except pulsar.asyncio.PulsarException as e:
-            self._next = None
-            raise _unreadable(self._reader.topic(), e) from e
-        self._next = None
-        entries = [_entry(message._message)]
-        size_bytes = 0
-        while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
-            size_bytes += content_bytes(entries[-1].message)
-            # The layer below the client's reader for event loops, which wakes the loop for every message.
-            try:
-                entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))
-            except pulsar.PulsarException:
-                # No entry is there yet. Any other failure shows in the next wait.
-                break
-        if len(entries) > 1 and entries[1].message_id < entries[0].message_id:
-            # Pulsar's client passes an entry to a waiting caller even while it still queues the entry before. That
-            # happens if the earlier entry was received when no caller waited yet.
-            entries[:2] = entries[1], entries[0]
-        return entries
-
-    async def is_at_end(self) -> bool:
-        """Return whether there are no more entries now. Not while a caller waits in `read`. Raises LOG_UNREADABLE."""
-        try:
-            has_more = await self._reader.has_message_available()
-        except pulsar.asyncio.PulsarException as e:
-            raise _unreadable(self._reader.topic(), e) from e
-        # An entry may have arrived for a caller that was cancelled.
-        return not (has_more or (self._next is not None and self._next.done()))
-
-    async def close(self) -> None:
-        """Close the reader. A caller that waits in `read` gets LOG_UNREADABLE."""
-        # On an error the broker has closed the reader, or will when the connection ends.
-        with suppress(pulsar.asyncio.PulsarException):
-            await self._reader.close()
-        waiting = self._next
-        if waiting is not None:
-            await asyncio.wait([waiting])
-            # Retrieve the exception, in case no caller waits in `read`.
-            waiting.exception()
-
-
-async def open_reader(
-    client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int
-) -> EntryReader:
-    """Return a reader whose first entry is the entry at `start`. If that entry was trimmed, or `start` is None, the
-    reader begins with the first stored entry.
-
-    `queue_entries` entries of any size are fetched ahead. Raises LOG_UNREADABLE.
-    """
-    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
-    try:
-        for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_seconds):
-                    return EntryReader(await _opened(client, topic, place, queue_entries))
-        return EntryReader(await _opened(client, topic, place, queue_entries))
-    except pulsar.asyncio.PulsarException as e:
-        raise _unreadable(topic, e) from e
-
-
-async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
-    opening = client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
-    return await opened(opening, lambda reader: reader._reader.close_async(lambda _: None))
-
-
-def _entry(native: Any) -> PulsarEntry:
-    place = native.message_id()
-    try:
-        properties = native.properties()
-    except UnicodeDecodeError:
-        # A stock producer's: those of our own entries are UTF-8.
-        properties = {}
-    message = PulsarMessage(
-        None if native.has_null_value() else native.data(),
-        properties,
-        _text(native.partition_key),
-        native.event_timestamp(),
-    )
-    message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
-    producer_name = _text(native.producer_name)
-    if ENTRY in properties and is_of_sidecar(producer_name):
-        return PulsarEntry(message, message_id, native.publish_timestamp(), producer_name)
-    sequence_id = _sequence_id(native, producer_name)
-    of_id = fields_of(place.serialize())
-    return PulsarEntry(
-        message,
-        message_id,
-        native.publish_timestamp(),
-        producer_name,
-        sequence_id,
-        _batch_size(of_id) if message_id.batch_index >= 0 else 0,
-        _raw(native.ordering_key),
-        native.int_schema_version(),
-        _first_chunk(of_id),
-    )
-
-
-def _text(read: Callable[[], str]) -> str:
-    """Return a text of the client's, which may have bytes that are not UTF-8: clients of C++ and Go send any bytes."""
-    return _raw(read).decode(errors="replace")
-
-
-def _raw(read: Callable[[], str]) -> bytes:
-    """Return bytes that the client takes for text. It fails if they are none."""
-    try:
-        return read().encode()
-    except UnicodeDecodeError as e:
-        return e.object
-
-
-def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
-    """Return the number of messages in the batch of a message, by its ID: the client shows it nowhere else."""
-    size = of_id.get(_BATCH_SIZE)
-    if not isinstance(size, int):
-        raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {of_id}")
-    return size
-
-
-def _first_chunk(of_id: Mapping[int, int | bytes]) -> MessageId | None:
-    first = of_id.get(_FIRST_CHUNK)
-    if not isinstance(first, bytes):
-        return None
-    place = fields_of(first)
-    return MessageId(int(place.get(_LEDGER, 0)), int(place.get(_ENTRY, 0)))
-
-
-def fields_of(raw: bytes) -> dict[int, int | bytes]:
-    """Return the fields of a protobuf message by their numbers; for a repeated field, the last one. Raises ValueError
-    or IndexError if it is not a message."""
-    fields: dict[int, int | bytes] = {}
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = raw[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(raw):
-        tag = varint()
-        if tag & 7 == 0:
-            fields[tag >> 3] = varint()
-            continue
-        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
-        fields[tag >> 3] = raw[at : at + size]
-        at += size
-    if at > len(raw):
-        raise ValueError("a field ends after its message")
-    return fields
-
-
-def _sequence_id(native: Any, producer_name: str) -> int:
-    """Return the sequence ID; -1 if the client does not show it. The client has no call for that, but prints it."""
-    head = f"Message(prod={producer_name}, seq="
-    text = _text(native.__str__)
-    digits = text[len(head) :].partition(",")[0]
-    found = int(digits) if text.startswith(head) and digits.isdecimal() else -1
-    # An invalid ID says nothing: no producer of the sidecar can have it.
-    return found if found <= MAX_SEQUENCE_ID else -1
-
-
-def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
-    return error(
-        "LOG_UNREADABLE",
-        f"{topic} cannot be read: Pulsar's client says {told(failure)}",
-        hint="See whether the Pulsar cluster serves, and whether the sidecar may read the topic; it is tried again.",
-    )
 
 
 # -- From a Pulsar topic's entries to stored records: all other code here reads those.
@@ -268,11 +51,12 @@ class Collector:
     """
 
     def __init__(self, terms: Terms, publish_time_ms: int = 0) -> None:
-        """Make a collector. `publish_time_ms` is the time of the record before; no record has an earlier one."""
+        """Make a collector. `publish_time_ms` is the publish time of the previous record. No later record has an
+        earlier time."""
         self.terms = terms
         self.earlier: dict[str, int] = {}
-        """The highest sequence ID of each producer that published before the first marker, as far as the client shows
-        them: `terms.counts.earlier` counts all entries."""
+        """The highest sequence ID of each producer that published before the first marker, as far as its entries have
+        one: `terms.counts.earlier` counts all entries."""
         self._publish_time_ms = publish_time_ms
         self._records: list[bytes] = []
         self._runs: list[Runs] = []
@@ -307,7 +91,8 @@ class Collector:
             self.earlier[name] = max(entry.sequence_id, self.earlier.get(name, -1))
 
     async def add_over_borders(self, entry: PulsarEntry, ledgers: Callable[[], Awaitable[Ledgers]]) -> TermVerdict:
-        """Add as `add`. If something seems to be missing, the topic's ledgers say whether every position was read."""
+        """Do the same as `add`. If an entry seems to be missing, use the topic's ledgers to check whether every
+        position was read."""
         try:
             return self.add(entry)
         except DamagedError as e:
@@ -321,7 +106,7 @@ class Collector:
         return self.add(entry)
 
     def take(self) -> Entries | None:
-        """Return what was collected since the last call; None if there is nothing. Raises LOG_DAMAGED, NEWER_FORMAT."""
+        """Return the data collected since the last call; None if there is no data. Raises LOG_DAMAGED, NEWER_FORMAT."""
         self._end_rows()
         if not self._records:
             return None
@@ -383,7 +168,8 @@ class Collector:
         self._index = self.terms.next_index
 
     def _headed(self, tag: int, body: bytes, rows: int, column_bytes: int) -> bytes:
-        """Return the stored record of this body at the present place. It has no file, and so no offsets in one."""
+        """Return the stored record with this body at the present place. The record is in no file, so it has no file
+        offsets."""
         made = header(
             body,
             tag,
@@ -406,9 +192,35 @@ READ_TIMEOUT_SECONDS = 30.0
 """The time within which an existing entry arrives, unless Pulsar is in trouble."""
 KEPT_TIMEOUT_SECONDS = 3.0
 """The same for a reader that was kept: it may wait long before it connects again, and a new reader connects at once."""
+LOOK_SECONDS = 1.0
+"""If the broker says that there is more, and nothing comes for this time, the admin URL is asked what there is."""
+
+_NOT_COMING = (
+    "See whether the Pulsar cluster serves. If the sidecar's role may not get single entries from the admin URL, the "
+    "topic may end with entries that no reader gets: pulsar-admin topics unload TOPIC. It is tried again."
+)
+
+
+async def read_existing(
+    reader: ReadsEntries, topic: str, timeout_seconds: float = READ_TIMEOUT_SECONDS
+) -> list[PulsarEntry]:
+    """Return the next entries of a reader, of which at least one must exist. If this is cancelled, no entry is lost.
+
+    Raises LOG_UNREADABLE, also if no entry comes within this time.
+    """
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            return await reader.read()
+    except TimeoutError as e:
+        why = f"an entry that should be there did not come for {timeout_seconds:.0f} s"
+        raise error("LOG_UNREADABLE", f"{topic}: {why}", hint=_NOT_COMING) from e
+
 
 Hear = Callable[[PulsarEntry, TermVerdict, Point], None]
 """Called with each entry, the verdict on it, and the point after it."""
+FindEnd = Callable[[MessageId], Awaitable[MessageId | None]]
+"""Returns the topic's last entry if no reader gets an entry after the given one; None if one does, or it is not
+known."""
 
 
 class ReaderStep(NamedTuple):
@@ -432,10 +244,15 @@ class LogScan:
     """
 
     def __init__(
-        self, reader: ReadsEntries, topic: str, start: Point, ledgers: Callable[[], Awaitable[Ledgers]]
+        self,
+        reader: ReadsEntries,
+        topic: str,
+        start: Point,
+        ledgers: Callable[[], Awaitable[Ledgers]],
+        find_end: FindEnd,
     ) -> None:
-        """Make a scan. `reader` begins with the valid entry before the point. `ledgers` returns the topic's present
-        ledgers."""
+        """Make a scan. The first entry of `reader` is the valid entry before the point. `ledgers` returns the topic's
+        present ledgers."""
         self.here = start
         """The point where the next step begins."""
         self.collector = Collector(Terms(start.standing, start.message_id), start.publish_time_ms)
@@ -444,15 +261,17 @@ class LogScan:
         self._reader = reader
         self._topic = topic
         self._ledgers = ledgers
+        self._find_end = find_end
         self._due = start.message_id if start.message_id.entry_id >= 0 else None
         self._last = NOWHERE
-        """The entry that was judged last."""
+        """The entry that was judged last, or a later one that no reader gets."""
         self._left: deque[PulsarEntry] = deque()
 
     async def step(self, limit: Point) -> ReaderStep:
-        """Return the entries from here on, about STEP_BYTES, up to the limit, which is known to be after this point.
+        """Return the next entries, about STEP_BYTES, up to the limit, which must be after this point.
 
-        Raises the errors of the collector; LOG_GAP if the limit is not as it was known; LOG_UNREADABLE.
+        Raises the errors of the collector; LOG_GAP if the topic's state at the limit differs from the known state;
+        LOG_UNREADABLE.
         """
         start = self.here
         while self._last < limit.message_id:
@@ -468,19 +287,13 @@ class LogScan:
         return ReaderStep(start, self.here, self.collector.take())
 
     async def step_on(self, up_to: MessageId | None, hear: Hear) -> ReaderStep:
-        """Step in the same way, up to an entry that may be invalid, or to the topic's end. A step that is not full has
-        reached it."""
+        """Do the same as `step`, up to an entry that may be invalid, or up to the topic's end. A step that is not full
+        has reached this entry or end."""
         start = self.here
         while up_to is None or self._last < up_to:
-            if up_to is None and not self._left and await self._reader.is_at_end():
+            if up_to is None and not self._left and (await self._reader.is_at_end() or await self._gets_no_more()):
                 break
-            try:
-                entry = await self._peek()
-            except UnavailableError:
-                # For a terminated topic the broker says that there is more.
-                if up_to is not None or not (await self._ledgers()).is_last(self._last):
-                    raise
-                break
+            entry = await self._peek()
             if self._is_full(start, entry):
                 break
             verdict = await self._judge(entry)
@@ -488,8 +301,22 @@ class LogScan:
                 hear(entry, verdict, self.here)
         return ReaderStep(start, self.here, self.collector.take())
 
+    async def _gets_no_more(self) -> bool:
+        """Return whether nothing comes although the broker says that there is more. That is so for a terminated topic,
+        and if the last entries are not for readers."""
+        try:
+            async with asyncio.timeout(LOOK_SECONDS):
+                self._left.extend(await self._reader.read())
+            return False
+        except TimeoutError:
+            end = await self._find_end(self._last)
+        if end is None:
+            return False
+        self._last = max(self._last, end)
+        return True
+
     async def wait_for_more(self) -> None:
-        """Wait until there is an entry that was not judged. Nothing is lost if this is cancelled."""
+        """Wait until there is an entry that was not judged. If this is cancelled, no entry is lost."""
         while all(entry.message_id <= self._last or entry.message_id == self._due for entry in self._left):
             self._left.extend(await self._reader.read())
 
@@ -497,17 +324,12 @@ class LogScan:
         return self.here.size_bytes - start.size_bytes >= STEP_BYTES and begins_record(entry.message)
 
     async def _peek(self) -> PulsarEntry:
-        """Return the next entry, which must exist. After a broker's crash some entries come again."""
+        """Return the next entry, which must exist. After a broker's crash some entries may be delivered again."""
         while not self._left or self._left[0].message_id <= self._last:
             if self._left:
                 self._left.popleft()
                 continue
-            try:
-                async with asyncio.timeout(self.timeout_seconds):
-                    self._left.extend(await self._reader.read())
-            except TimeoutError as e:
-                why = f"an entry that should be there did not come for {self.timeout_seconds:.0f} s"
-                raise error("LOG_UNREADABLE", f"{self._topic}: {why}") from e
+            self._left.extend(await read_existing(self._reader, self._topic, self.timeout_seconds))
         return self._left[0]
 
     async def _judge(self, entry: PulsarEntry) -> TermVerdict | None:

@@ -1,22 +1,22 @@
-"""Topics that exist in Pulsar, and become logs: what must be so before, and what their properties keep.
+"""Topics that exist in Pulsar and become logs: the conditions for a take-over, and the data that the topic's properties
+keep.
 
-Entries before the first marker are judged by their own producer names and sequence IDs, when the topic is opened. The
-producers of trimmed entries are known only to Pulsar's own deduplication, if it is on. It also counts entries of the
-sidecars later, void ones too. So its numbers are taken once, before the topic is a log, and are kept in a property.
+When the topic is opened, entries before the first marker are judged by their own producer names and sequence IDs. Only
+Pulsar's own deduplication, if it is on, knows the producers of trimmed entries. Later, Pulsar's deduplication also
+counts entries of sidecars, even void entries. So the numbers are copied once, before the topic becomes a log, and
+stored in a property.
 """
 
 import base64
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
 from seqdedupe.entry_properties import PREFIX
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, StoredBefore, entry_in
-from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.log.pulsar.policies import check_takes_producers
 from seqdedupe.message_id import NOWHERE, MessageId
 
@@ -30,8 +30,8 @@ _SHOWN = 5
 
 
 async def check_can_be_taken_over(admin: PulsarAdmin, topics: Sequence[str]) -> None:
-    """Check all that can be checked before anything is changed. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE, TOPIC_TERMINATED,
-    INVALID_REQUEST, UNSAFE_TOPIC_POLICY, and as `PulsarAdmin`."""
+    """Check everything that can be checked before anything is changed. Raises TOPIC_NOT_FOUND, TOPIC_IN_USE,
+    TOPIC_TERMINATED, INVALID_REQUEST, UNSAFE_TOPIC_POLICY, and the errors of `PulsarAdmin`."""
     for topic in topics:
         await check_takes_producers(admin, topic)
         if await admin.is_terminated(topic):
@@ -51,32 +51,13 @@ async def check_can_be_taken_over(admin: PulsarAdmin, topics: Sequence[str]) -> 
                 "TOPIC_IN_USE",
                 f"{counted(len(names), 'producer')} of Pulsar's clients {'is' if len(names) == 1 else 'are'} connected "
                 f"to {topic}: {', '.join(names[:_SHOWN])}{others}",
-                hint="Stop them, or let them publish to the sidecar's door. Then take the topic over.",
+                hint="Stop these producers, or let them publish to the sidecar's door. Then take over the topic.",
             )
 
 
-async def check_end(admin: PulsarAdmin, topic: str, entry_format: EntryFormat) -> None:
-    """Raise INVALID_REQUEST if Pulsar gives the topic's last entry to no reader, as far as the admin URL tells. The
-    sidecar would wait for it."""
-    last = (await admin.stored_before(topic)).last
-    headers: Mapping[str, str] = {}
-    if last.entry_id >= 0:
-        # Whoever cannot look takes the topic over all the same.
-        with suppress(SeqdedupeError):
-            headers = (await admin.entry(topic, last)).headers
-    chunks, chunk = headers.get("x-pulsar-num-chunks-from-msg", "1"), headers.get("x-pulsar-chunk-id", "0")
-    if entry_format is not EntryFormat.NATIVE and int(chunk) < int(chunks) - 1:
-        why = f"it ends with a part of a message, chunk {chunk} of {chunks}, which Pulsar's client does not deliver"
-        hint = "Send another message to the topic before; or choose the entry format native."
-    elif headers.get("x-pulsar-num-batch-message", "1") == "0":
-        why, hint = "its last entry is a batch without messages", "Send another message to the topic before."
-    else:
-        return
-    raise error("INVALID_REQUEST", f"{topic} cannot be read to its end: {why}", hint=hint)
-
-
 def properties_of(before: StoredBefore) -> dict[str, str]:
-    """Return the properties that say what was there before. Raises INVALID_REQUEST if that is too much."""
+    """Return the properties that describe the earlier content of the topic. Raises INVALID_REQUEST if the properties
+    are too large."""
     numbers = {name: number for name, number in before.numbers.items() if 0 <= number <= MAX_SEQUENCE_ID}
     text = base64.b64encode(zlib.compress(json.dumps(numbers).encode())).decode() if numbers else ""
     if len(text) > MAX_NUMBERS_BYTES:
@@ -91,8 +72,8 @@ def properties_of(before: StoredBefore) -> dict[str, str]:
 
 
 def last_before(properties: Mapping[str, str]) -> MessageId:
-    """Return a topic's last entry before it became a log, by its properties; before all entries if no sidecar took it
-    over. Raises LOG_DAMAGED."""
+    """Return the topic's last entry from before it became a log, as the topic's properties state it. If no sidecar took
+    over the topic, return a place before all entries. Raises LOG_DAMAGED."""
     if TAKEN_OVER not in properties:
         return NOWHERE
     try:

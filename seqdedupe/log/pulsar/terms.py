@@ -1,9 +1,9 @@
 """The rule of terms: it decides which entries of a Pulsar topic are valid entries of sidecars, no matter who else
 writes to the topic.
 
-Pulsar's exclusion of other writers can admit two writers at once (both get receipts), and its deduplication can be
-disabled. So the rule relies on neither. All readers that read the topic in order reach the same verdicts from the
-entries alone. An owner confirms only entries that every such reading is certain to find.
+Pulsar's exclusion of other writers can admit two writers at the same time (both get receipts), and its deduplication
+can be disabled. So the rule relies on neither. All readers that read the topic in order reach the same verdicts from
+the entries alone. An owner confirms only entries that every such reading is certain to find.
 """
 
 from collections import deque
@@ -119,7 +119,7 @@ class Terms:
     """
 
     def __init__(self, standing: TermStanding, after: MessageId = NOWHERE) -> None:
-        """Begin after this standing. `after` is the place of the entry before, if it is known."""
+        """Begin after this standing. `after` is the place of the previous entry, if known."""
         self.counts = Counts()
         self.marker: Marker | None = None
         """The marker that last took ownership, if it was read here."""
@@ -139,8 +139,8 @@ class Terms:
     def judge(self, message: PulsarMessage, message_id: MessageId) -> TermVerdict:
         """Return the verdict on the next entry, and count it.
 
-        Raises `DamagedError`: LOG_GAP if entries are missing before this one, LOG_DAMAGED if it cannot be here,
-        NEWER_FORMAT.
+        Raises `DamagedError`: LOG_GAP if entries before this entry are missing, LOG_DAMAGED if this entry cannot be at
+        this place, NEWER_FORMAT.
         """
         if message_id != self._last:
             if not _follows(self._last, message_id):
@@ -236,19 +236,21 @@ class Terms:
 class Receipts:
     """The rule by which an owner may confirm appends, from their receipts in order.
 
-    A receipt proves that an entry was stored, not that it is valid: another owner's marker may be before it. It does
-    prove that if the entry directly follows the last confirmed entry in the same ledger, since then nothing is between.
+    A receipt proves that an entry was stored, but not that the entry is valid: another owner's marker may be before the
+    entry. If the entry directly follows the last confirmed entry in the same ledger, nothing is between them. Then the
+    receipt also proves that the entry is valid.
     """
 
     def __init__(self, confirmed: MessageId) -> None:
-        """Begin after `confirmed`, the ID of the last entry that was read and is valid: at first the owner's own
-        marker."""
+        """Begin after `confirmed`, the ID of the last entry that was read and is valid. At first, this is the owner's
+        own marker."""
         self._confirmed = confirmed
 
     def confirms(self, receipt: MessageId) -> bool:
-        """Return whether this receipt confirms its append, the one after the last confirmed append.
+        """Return whether this receipt confirms its append, which directly follows the last confirmed append.
 
-        If not (a gap, a new ledger, or no place: (-1, -1)), the topic must be read up to that append: `was_read`.
+        A receipt does not confirm the append after a gap, in a new ledger, or without a place (-1, -1). The caller must
+        then read the topic up to that append, and call `was_read`.
         """
         last = self._confirmed
         if receipt != MessageId(last.ledger_id, last.entry_id + 1):
@@ -257,13 +259,14 @@ class Receipts:
         return True
 
     def was_read(self, message_id: MessageId) -> None:
-        """Record that the topic was read and judged up to the append after the last confirmed one: it is valid and has
-        this ID."""
+        """Record that the topic was read and judged up to the append after the last confirmed append. This append is
+        valid and has this ID."""
         self._confirmed = message_id
 
 
 def _texts(owner: EntryOwner) -> tuple[str, ...]:
-    """Return the possible beginnings of ENTRY in an owner's entries, one per version. All have the same length."""
+    """Return the possible beginnings of the property ENTRY in an owner's entries, one for each version. All have the
+    same length."""
     return tuple(owner.prefix(version) for version in range(VERSION, SCHEMA_VERSION + 1))
 
 
@@ -273,7 +276,7 @@ def _follows(before: MessageId, after: MessageId) -> bool:
 
 
 def _fingerprint(message: PulsarMessage) -> int:
-    """Return a number by which two messages are known to be the same, in this process only."""
+    """Return a number that is the same for equal messages. Compare such numbers only within this process."""
     payload, properties, key, event_time_ms = message[:4]
     return hash((payload, frozenset(properties.items()), key, event_time_ms))
 

@@ -7,15 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-import pulsar
-import pulsar.asyncio
-
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.log.pulsar.admin_url import ConnectedProducer, PulsarAdmin, TopicStats
+from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import SIDECARS_PRODUCER
-from seqdedupe.log.pulsar.pulsar_client import told
 from seqdedupe.log.pulsar.wholes import schema_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import WaitForExclusive
 from seqdedupe.tasks import retrieve
 
 logger = logging.getLogger("seqdedupe.log")
@@ -27,10 +25,11 @@ ADDRESS = "address"
 async def not_owner(
     e: SeqdedupeError, admin: PulsarAdmin, topic: str, own_address: str, own_name: str, marked_address: str
 ) -> SeqdedupeError:
-    """Return a NOT_OWNER with `owner_address`, if that is known and is not this sidecar's own: its own lost producer
-    may still be listed. A writer with this sidecar's name at another address is logged as an error: each of the two
-    sidecars moves the subscription that keeps the entries both need. For a writer with the same name and address the
-    message says so: it may be either."""
+    """Return a NOT_OWNER error. It has `owner_address` if the address is known and is not this sidecar's address: a
+    lost producer of this sidecar may still be listed. A writer with this sidecar's name at another address is logged as
+    an error. Two such sidecars would move the same subscription, which keeps the entries that both need. If a writer
+    has the same name and address, the message states this, because the writer may be this sidecar or another
+    sidecar."""
     try:
         writer = await _writer(topic, admin)
         name, address = (writer.name.rpartition("-")[0], writer.metadata.get(ADDRESS, "")) if writer else ("", "")
@@ -53,7 +52,8 @@ async def not_owner(
 
 
 async def owner_of(topic: str, admin: PulsarAdmin) -> str:
-    """Return the address of the sidecar that writes to the topic; empty if none does. Raises if it is unknown now."""
+    """Return the address of the sidecar that writes to the topic; empty if no sidecar does. Raises an error if the
+    address cannot be determined now."""
     writer = await _writer(topic, admin)
     return writer.metadata.get(ADDRESS, "") if writer else ""
 
@@ -71,20 +71,17 @@ FREE_SECONDS = 0.5
 """The time for which nobody must have had the topic: an owner that was unloaded with it is back in half of that."""
 FREE_POLL_SECONDS = 0.1
 
-Connect = Callable[[], pulsar.asyncio.Client]
-"""Makes a separate client, configured like all clients of the sidecar."""
 
+async def wait_until_free(topic: str, admin: PulsarAdmin, brokers: Brokers, *, has_schema: bool = False) -> None:
+    """Wait until the broker has assigned the topic to a waiting producer of this process, which then releases the
+    topic. If the topic `has_schema`, the broker assigns the topic only to a producer that names the schema.
 
-async def wait_until_free(topic: str, admin: PulsarAdmin, connect: Connect, *, has_schema: bool = False) -> None:
-    """Wait until the broker has given the topic to this waiting producer; the producer has then released it. If the
-    topic `has_schema`, the broker may only give it to a producer that names the schema.
-
-    Failures are retried. A broker gives a topic, even when it is unloaded, to a waiting producer. So this does not wait
-    at the broker before the topic is free, or when somebody has it again.
+    Failures are retried. Even when a topic is unloaded, the broker assigns it to a waiting producer. So this function
+    waits at the broker only while the topic has no other producer.
     """
     while True:
         await _until_nobody_writes(topic, admin)
-        if await is_terminated(topic, admin) or await _was_given(topic, admin, connect, has_schema):
+        if await is_terminated(topic, admin) or await _was_given(topic, admin, brokers, has_schema):
             return
 
 
@@ -102,17 +99,18 @@ async def _until_nobody_writes(topic: str, admin: PulsarAdmin) -> None:
         await asyncio.sleep(POLL_SECONDS if free_since is None else FREE_POLL_SECONDS)
 
 
-async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schema: bool) -> bool:
-    """Wait at the broker, which notifies at once. Return whether it gave the topic, and nobody else has it."""
+async def _was_given(topic: str, admin: PulsarAdmin, brokers: Brokers, has_schema: bool) -> bool:
+    """Wait at the broker, which notifies a waiting producer at once. Return whether the broker assigned the topic to
+    this producer."""
     try:
-        schema = (await schema_of(topic, admin)).of_client() if has_schema else None
+        schema = (await schema_of(topic, admin)).of_wire() if has_schema else None
+        connection = await brokers.connection(topic)
     except SeqdedupeError as e:
-        logger.warning("the schema of %s is not known now: %s", topic, e)
+        logger.warning("this sidecar cannot wait for %s now: %s", topic, e)
         await asyncio.sleep(POLL_SECONDS)
         return False
-    client = connect()
     waiting = asyncio.ensure_future(
-        client.create_producer(topic, access_mode=pulsar.ProducerAccessMode.WaitForExclusive, schema=schema)
+        connection.producer(topic, _ignore, _ignore, access_mode=WaitForExclusive, schema=schema, timeout=None)
     )
     waiting.add_done_callback(retrieve)
     try:
@@ -128,26 +126,24 @@ async def _was_given(topic: str, admin: PulsarAdmin, connect: Connect, has_schem
     finally:
         # Otherwise the producer stays queued, and the broker gives the topic to nobody. The closing is not cancelled
         # with the wait.
-        await asyncio.shield(_closed(client))
+        await asyncio.shield(connection.close())
+
+
+def _ignore(*_: object) -> None:
+    """A producer that only waits sends nothing."""
 
 
 async def is_terminated(topic: str, admin: PulsarAdmin) -> bool:
-    """Return whether the topic is certainly terminated. A broker then gives it to nobody, and does not say so."""
+    """Return whether the topic is certainly terminated. A broker assigns a terminated topic to no producer, and reports
+    no error."""
     try:
         return await admin.is_terminated(topic)
     except SeqdedupeError:
         return False
 
 
-async def _closed(client: pulsar.asyncio.Client) -> None:
-    try:
-        await client.close()
-    except pulsar.asyncio.PulsarException as e:
-        logger.warning("a client that waited for a topic could not be closed: %s", told(e))
-
-
 async def publishers_of(topic: str, admin: PulsarAdmin) -> tuple[ConnectedProducer, ...] | None:
-    """Return the publishers of the topic, by its statistics; None if those are unavailable now."""
+    """Return the publishers in the topic's statistics; None if the statistics are unavailable now."""
     try:
         return (await admin.stats(topic)).publishers
     except SeqdedupeError as e:
@@ -171,10 +167,11 @@ Answers = Callable[[str], Awaitable[bool]]
 
 @asynccontextmanager
 async def evicting(topic: str, admin: PulsarAdmin, answers: Answers) -> AsyncIterator[None]:
-    """While the block runs, unload the topic if its owner has answered nothing for FROZEN_SECONDS; longer each time.
+    """While the block runs, unload the topic if the owner has not answered for FROZEN_SECONDS. The time gets longer
+    with each unloading.
 
-    A healthy owner has the topic again in a fraction of a second, since nobody waits for a topic that was just
-    unloaded. A frozen owner does not. A publisher without an address is no sidecar, and is left alone.
+    After an unloading, a healthy owner opens the topic again in a fraction of a second, because no other producer waits
+    at that moment. A frozen owner does not. A publisher without an address is not a sidecar, and is not unloaded.
     """
     looking = asyncio.ensure_future(_evict_when_frozen(topic, admin, answers))
     try:
@@ -237,8 +234,8 @@ class SeenOwner:
 
 
 async def sidecars(admin: PulsarAdmin, namespaces: Sequence[str]) -> list[SeenOwner]:
-    """Return the sidecars that have a subscription or a producer in these namespaces, by name. All or an error: raises
-    as `PulsarAdmin`."""
+    """Return the sidecars that have a subscription or a producer in these namespaces, by name. Raises the errors of
+    `PulsarAdmin` if the list would be incomplete."""
     seen: dict[str, SeenOwner] = {}
 
     def of(name: str, address: str | None) -> SeenOwner:
@@ -279,11 +276,12 @@ async def _stats(admin: PulsarAdmin, namespaces: Sequence[str]) -> dict[str, Top
 
 
 async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_at: NameAt) -> list[str]:
-    """Remove all subscriptions of a sidecar that is gone for good. Return the topics on which it had one.
+    """Remove all subscriptions of a sidecar that never runs again. Return the topics on which the sidecar had a
+    subscription.
 
-    Raises SIDECAR_ALIVE if it is connected to a topic or answers at an address, and SIDECAR_NOT_FOUND if it has no
-    subscription. Then nothing was done. Raises LOG_REFUSED if some could not be removed: the others are removed, and it
-    can be repeated.
+    Raises SIDECAR_ALIVE if the sidecar is connected to a topic or answers at an address, and SIDECAR_NOT_FOUND if the
+    sidecar has no subscription. After these errors nothing was changed. Raises LOG_REFUSED if some subscriptions could
+    not be removed. The other subscriptions are then removed, and the call can be repeated.
     """
     one = next((seen for seen in await sidecars(admin, namespaces) if seen.name == name), None)
     if one is None:
@@ -308,6 +306,6 @@ async def forget(admin: PulsarAdmin, namespaces: Sequence[str], name: str, name_
         raise error(
             "LOG_REFUSED",
             f"{done} are removed, but not those on {', '.join(left)}: {why.message}",
-            hint="See why; the same command removes what is left.",
+            hint="Correct the cause. The same command then removes the remaining subscriptions.",
         ) from why
     return one.subscribed

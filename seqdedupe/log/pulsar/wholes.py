@@ -1,7 +1,8 @@
 """Partitioned topics of Pulsar whose partitions are logs: their properties, and the stage of their life.
 
-The properties of a partitioned topic change in one step, independent of its partitions. So they say which logs there
-are. While the topic is being made, only its maker uses it. Once it is being deleted, no sidecar begins to use it.
+The properties of a partitioned topic change in one step, independently of the partitions. So these properties define
+which logs exist. While the topic is being made, only the sidecar that makes the topic uses it. While the topic is being
+deleted, no sidecar begins to use it.
 """
 
 import json
@@ -10,20 +11,30 @@ from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple
 
-import _pulsar
-import pulsar.schema
-
 from seqdedupe.entry_properties import PARTITIONS, PREFIX
 from seqdedupe.errors import NotFoundError, SeqdedupeError, error
 from seqdedupe.figures import counted
 from seqdedupe.log.contract import LogName, TopicSchema
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin
 from seqdedupe.names import namespace_of, partition_name, whole_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Schema as WireSchema
 
 # -- The schema of a topic. Consumers with Pulsar's own clients decode its messages by it. Pulsar keeps it.
 
-TYPES = ("AVRO", "JSON", "PROTOBUF", "STRING", "INT8", "INT16", "INT32", "INT64", "FLOAT", "DOUBLE")
-"""The types that the client has names for. It sends their definitions as the admin URL returns them."""
+TYPES = {
+    "AVRO": WireSchema.Avro,
+    "JSON": WireSchema.Json,
+    "PROTOBUF": WireSchema.Protobuf,
+    "STRING": WireSchema.String,
+    "INT8": WireSchema.Int8,
+    "INT16": WireSchema.Int16,
+    "INT32": WireSchema.Int32,
+    "INT64": WireSchema.Int64,
+    "FLOAT": WireSchema.Float,
+    "DOUBLE": WireSchema.Double,
+}
+"""The supported types, by their names in the admin URL. Brokers accept their definitions as the admin URL returns
+them."""
 
 
 class Schema(NamedTuple):
@@ -41,19 +52,14 @@ class Schema(NamedTuple):
         """The schema as the log shows it."""
         return TopicSchema(self.type, self.definition, self.version)
 
-    def of_client(self) -> pulsar.schema.Schema:
-        """Return the schema for a producer of the client that sends encoded messages."""
-        return _OfBytes(_pulsar.SchemaInfo(_pulsar.SchemaType.__members__[self.type], self.type, self.definition))
-
-
-class _OfBytes(pulsar.schema.Schema):  # type: ignore[misc]  # the library has no types
-    def __init__(self, info: _pulsar.SchemaInfo) -> None:
-        # Like the library's own classes, which make a definition from a Python class.
-        self._schema_info = info
+    def of_wire(self) -> WireSchema:
+        """Return the schema for the command that opens a producer."""
+        return WireSchema(name=self.type, type=TYPES[self.type], schema_data=self.definition.encode())
 
 
 def parse(text: str) -> Schema:
-    """Return the schema that a caller gives, in the form that `pulsar-admin schemas upload` takes.
+    """Return the schema in the text that a caller passes. The text has the form that `pulsar-admin schemas upload`
+    accepts.
 
     Raises INVALID_REQUEST.
     """
@@ -63,7 +69,7 @@ def parse(text: str) -> Schema:
         properties = dict(given.get("properties") or {})
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise _invalid(f"it should be a JSON object with `type`, `schema` and `properties`: {e!r}") from e
-    if kind not in TYPES:
+    if not isinstance(kind, str) or kind not in TYPES:
         raise _invalid(f"its type is {kind!r}: it should be one of {', '.join(TYPES)}")
     if not all(isinstance(one, str) for one in (definition, *properties.values())):
         raise _invalid("`schema` and the values of `properties` should be text")
@@ -76,17 +82,18 @@ def _invalid(why: str) -> Exception:
 
 
 async def schema_of(topic: str, admin: PulsarAdmin) -> Schema:
-    """Return the newest schema of a topic that was created with one. Raises LOG_REFUSED if Pulsar has none."""
+    """Return the newest schema of a topic that was created with a schema. Raises LOG_REFUSED if Pulsar has no schema of
+    this topic."""
     try:
         type_name, definition, version = await admin.schema(topic)
     except NotFoundError as e:
         raise error(
             "LOG_REFUSED",
             f"{topic} was created with a schema, and Pulsar has none of it now",
-            hint=f"Upload it again: pulsar-admin schemas upload --filename FILE {topic}",
+            hint=f"Upload the schema again: pulsar-admin schemas upload --filename FILE {topic}",
         ) from e
     if type_name not in TYPES:
-        raise error("LOG_REFUSED", f"the schema of {topic} is of type {type_name}, which a sidecar cannot name")
+        raise error("LOG_REFUSED", f"the schema of {topic} is of type {type_name}, which a sidecar does not support")
     return Schema(type_name, definition, {}, version)
 
 
@@ -141,8 +148,8 @@ class Whole(NamedTuple):
 
 
 async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
-    """Return what a partitioned topic's properties say; None if it does not exist or is not a log. Raises LOG_DAMAGED,
-    and as `PulsarAdmin`."""
+    """Return the data in a partitioned topic's properties; None if the topic does not exist or is not a log. Raises
+    LOG_DAMAGED, and the errors of `PulsarAdmin`."""
     try:
         found = await admin.partitioned(topic)
     except NotFoundError:
@@ -158,9 +165,10 @@ async def look_at(admin: PulsarAdmin, topic: str) -> Whole | None:
 
 
 async def begin(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
-    """Make a partitioned topic that only its maker uses until it is `announce`d. One that was begun before stays.
+    """Make a partitioned topic. Only this sidecar uses the topic until `announce` is called. If an earlier call has
+    begun the topic, keep the topic.
 
-    Raises TOPIC_EXISTS, and as `PulsarAdmin`.
+    Raises TOPIC_EXISTS, and the errors of `PulsarAdmin`.
     """
     await _sweep(admin, topic)
     properties = _properties(first_incarnation, partitions, Life.MAKING, maker)
@@ -197,8 +205,8 @@ async def check_is_no_log(admin: PulsarAdmin, topic: str) -> None:
 
 
 async def take_over(admin: PulsarAdmin, topic: str, first_incarnation: int, partitions: int, maker: str) -> None:
-    """Let all sidecars use a partitioned topic that no sidecar made, in one step. Its partitions have their properties
-    already. It may be repeated."""
+    """Let all sidecars use a partitioned topic that no sidecar made, in one step. The partitions must already have
+    their properties. The call may be repeated."""
     await admin.set_properties(topic, _properties(first_incarnation, partitions, Life.MADE, maker))
 
 
@@ -212,8 +220,8 @@ def _properties(first_incarnation: int, partitions: int, life: Life, maker: str)
 
 
 async def announce(admin: PulsarAdmin, topic: str) -> None:
-    """Let all sidecars use a partitioned topic that was begun. Raises LOG_REFUSED: then some may use it already, and it
-    must be removed."""
+    """Let all sidecars use a partitioned topic that was begun. Raises LOG_REFUSED. After this error some sidecars may
+    already use the topic, and the caller must remove the topic."""
     try:
         await admin.set_properties(topic, {LIFE: Life.MADE.value})
     except SeqdedupeError:
@@ -226,7 +234,8 @@ async def announce(admin: PulsarAdmin, topic: str) -> None:
 async def remove(admin: PulsarAdmin, whole: Whole) -> None:
     """Delete a partitioned topic. From now on no sidecar begins to use it.
 
-    Raises TOPIC_IN_USE while a client is connected to a partition, and as `PulsarAdmin`: then it must be repeated.
+    Raises TOPIC_IN_USE while a client is connected to a partition, and the errors of `PulsarAdmin`. After an error the
+    call must be repeated.
     """
     # Looking at all topics takes a while. Another sidecar may have deleted this topic and made it again.
     if (there := await look_at(admin, whole.topic)) is not None:
@@ -240,8 +249,8 @@ async def remove(admin: PulsarAdmin, whole: Whole) -> None:
 
 
 async def _sweep(admin: PulsarAdmin, topic: str) -> None:
-    """Delete empty partitions without their topic. A client that is connected during the deletion can make Pulsar
-    create a partition again. Then no sidecar could make the topic."""
+    """Delete empty partitions whose partitioned topic does not exist. A client that is connected during a deletion can
+    make Pulsar create a partition again. Without this cleanup, no sidecar could then create the topic."""
     left = [name for name in await admin.topics(namespace_of(topic)) if whole_of(name) == topic]
     if not left or topic in await admin.partitioned_topics(namespace_of(topic)):
         return

@@ -1,20 +1,17 @@
-"""The exclusive producer of a topic: takes entries, and returns their places, in order and in bulk."""
+"""The exclusive producer of a topic: it accepts entries, and returns the places of the entries, in order and several at
+a time."""
 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
-
-import _pulsar
-import pulsar
-import pulsar.asyncio
+from typing import NamedTuple
 
 from seqdedupe import batch as batches
-from seqdedupe.entry_properties import DELIVER_AT, EntryOwner, EntryPlace, deliver_at
+from seqdedupe.entry_properties import EntryOwner, EntryPlace
 from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.contract import Failure, Outcome, Run, Runs
+from seqdedupe.log.pulsar.broker_wire import Brokers, ExclusiveProducer, open_producer
 from seqdedupe.log.pulsar.content import FoundEntry
 from seqdedupe.log.pulsar.entries import (
     NO_LIMIT,
@@ -31,9 +28,7 @@ from seqdedupe.log.pulsar.entries import (
     surely_taken_bytes,
 )
 from seqdedupe.log.pulsar.native import native_parts, passed_entry
-from seqdedupe.log.pulsar.native_topic import Connects, NativeProducer, open_native_producer
 from seqdedupe.log.pulsar.places import Places, Point, size_of
-from seqdedupe.log.pulsar.pulsar_client import keep_state, name_of, opened, told
 from seqdedupe.log.pulsar.terms import Receipts, TermStanding
 from seqdedupe.log.pulsar.wholes import Schema
 from seqdedupe.message_id import MessageId
@@ -44,7 +39,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType
 
 
 class Confirmed(NamedTuple):
-    """The number of the oldest appends that are confirmed. They follow each other in one ledger."""
+    """Confirmed appends: their number, counted from the oldest append. They follow each other in one ledger."""
 
     entries: int
     first: MessageId
@@ -53,8 +48,9 @@ class Confirmed(NamedTuple):
 class Unsettled:
     """The appends of one opening that are not confirmed yet, in order.
 
-    A receipt confirms its append only if `Receipts` says so. It does not at the first append, and after a gap, a new
-    ledger or a receipt without a place. Then all later appends wait until the topic was read up to that append.
+    `Receipts` decides whether a receipt confirms its append. The receipt of the first append does not, nor does a
+    receipt after a gap, in a new ledger, or without a place. All later appends then wait until the topic was read up to
+    that append.
     """
 
     def __init__(self) -> None:
@@ -82,12 +78,13 @@ class Unsettled:
 
     @property
     def doubtful(self) -> MessageId | None:
-        """After `confirm`: the receipt of the oldest append, which proves nothing; None if there is none."""
+        """The receipt of the oldest append, if `confirm` has found that this receipt does not confirm the append;
+        otherwise None."""
         return self._receipts[0] if self._receipts else None
 
     def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """Record that the topic was read: this number of the oldest appends are valid and have these IDs. Some may have
-        no receipt."""
+        """Record that the topic was read. The oldest appends, one for each of these IDs, are valid and have these IDs.
+        Some of these appends may have no receipt."""
         for _ in message_ids:
             if self._receipts:
                 self._receipts.popleft()
@@ -107,7 +104,7 @@ _WIDEST_OWNER = EntryOwner(_WIDEST_NUMBER, _WIDEST_NUMBER, 2**64 - 1)
 
 
 class Record(NamedTuple):
-    """One stored record: the rows of a batch with an entry each, or one entry for all of them."""
+    """One stored record: the rows of a batch, with one entry for each row, or one entry for all rows."""
 
     entries: Sequence[PulsarMessage]
     rows: int
@@ -126,11 +123,11 @@ def records_of_batch(
     compression: CompressionType.ValueType = NONE,
     sent: SentEntry | None = None,
 ) -> list[Record]:
-    """Return the records of a batch. Its first entry has this number, its first row this index.
+    """Return the records of a batch. The first entry has this number, and the first row has this index.
 
-    Native entries have this compression. If a stock producer has sent the rows, they keep its form: its compression,
-    and its payload if all of its rows are in the batch. Raises MESSAGE_TOO_LARGE if a record does not fit into an entry
-    of `limit_bytes`.
+    Native entries have this compression. If a stock producer has sent the rows, the entries keep the producer's
+    compression. They also keep the producer's payload, if the batch contains all rows of the payload. Raises
+    MESSAGE_TOO_LARGE if a record does not fit into an entry of `limit_bytes`.
     """
     if settings.format is EntryFormat.PLAIN:
         rows = messages_of_part(owner, number, index, part.encoded, limit_bytes, settings.version)
@@ -160,7 +157,7 @@ def records_of_control(
 
 
 def check_fits(settings: EntrySettings, batch: bytes, limit_bytes: int) -> None:
-    """Raise MESSAGE_TOO_LARGE for a batch that a broker would refuse, for any owner of the topic."""
+    """Raise MESSAGE_TOO_LARGE for a batch that a broker would refuse, no matter which sidecar owns the topic."""
     if len(batch) > surely_taken_bytes(limit_bytes):
         part = encoded_part(batches.decode(batch))
         records_of_batch(settings, _WIDEST_OWNER, _WIDEST_NUMBER, _WIDEST_NUMBER, 0, part, limit_bytes)
@@ -172,20 +169,12 @@ native entries for those of its producers: none may be that of the sidecar's own
 PRODUCER_NAMES = 8
 """The number of names that an instance has for the producers of a topic. A name is busy while its old producer has
 sends pending."""
-MAX_IN_FLIGHT_ENTRIES = 5_000
 MAX_IN_FLIGHT_BYTES = 32 * 1024 * 1024
 SEND_TIMEOUT_SECONDS = 30.0
 """Without any answer for this time, the outcome of the appends in flight is unknown."""
-BUSY_ENTRIES = 64
-BUSY_PAUSE_SECONDS = 0.001
-"""With BUSY_ENTRIES in flight, answers are taken at this interval; otherwise each one wakes the event loop."""
 COUNTER_BITS = 32
 """The counter bits of a sequence ID. An opening that exceeds them continues with the IDs of the next opening number.
 That number belongs to a time one second later, and by then long past."""
-
-_OK = pulsar.Result.Ok.value
-"""Comparing the client's own results takes four times as long."""
-_FORBIDDEN = (pulsar.Result.AuthenticationError, pulsar.Result.AuthorizationError)
 
 ClaimOpening = Callable[[int], Awaitable[int]]
 """Takes an opening number that Pulsar knows. Returns a number above it and above all that it ever returned; it is
@@ -199,56 +188,21 @@ class SettledEntry(NamedTuple):
     """The further appends that are stored and valid."""
     doubtful: MessageId | None = None
     """The receipt of the next append, if it proves nothing. The caller must read the topic up to it and call
-    `was_read`. Until then nothing more is confirmed. (-1, -1) means no place: Pulsar's deduplication has seen the entry
-    before, which may be stored or have failed."""
+    `was_read`. Until then nothing more is confirmed."""
     failure: str | None = None
     """Set once, and last: why the outcome of all others is unknown. Opening again and reading tells."""
-
-
-class ClientProducer:
-    """A producer of Pulsar's client. It sends all entries in flight again when it reconnects. So Pulsar's own
-    deduplication must be in force for the topic."""
-
-    max_in_flight = 2**31
-
-    def __init__(self, producer: Any) -> None:
-        self._producer = producer
-
-    @property
-    def is_connected(self) -> bool:
-        return bool(self._producer.is_connected())
-
-    def send(self, message: PulsarMessage, number: int, answer: Callable[[int, Any, Any], None]) -> None:
-        """Send an entry. `answer` is called once, on a thread of the client or here."""
-        # The layer below the client's producer for event loops, which wakes the loop for every message.
-        self._producer._producer.send_async(built(message, number), partial(answer, number))
-
-    @staticmethod
-    def outcome(result: Any, message_id: Any) -> MessageId | str:
-        """Return the place of an answered entry, or why it failed."""
-        if result.value != _OK:
-            return f"Pulsar's client says {name_of(result)}"
-        return MessageId(message_id.ledger_id(), message_id.entry_id())
-
-    async def close(self) -> None:
-        """Release the topic. If a broker does not answer, this waits for the client's operation time-out."""
-        try:
-            await self._producer.close()
-        except pulsar.asyncio.PulsarException:
-            # The broker has closed the producer, or will when the connection ends.
-            return
 
 
 class EntryWriter:
     """One opening of a topic for writing. All methods are called on one event loop.
 
-    Sequence IDs rise over all openings of a name. This class decides nothing about what other writers
-    may have done. A receipt that follows the last confirmed one proves that they wrote nothing between.
+    Sequence IDs rise over all openings of a name. This class does not decide what other writers may have done. If a
+    receipt directly follows the last confirmed receipt, other writers wrote nothing between the two entries.
     """
 
     def __init__(
         self,
-        producer: ClientProducer | NativeProducer,
+        producer: ExclusiveProducer,
         producer_name: str,
         name_number: int,
         opening: int,
@@ -268,20 +222,14 @@ class EntryWriter:
         self._unsettled = Unsettled()
         self._doubtful: MessageId | None = None
         self._ended = False
-        # Threads of the client fill this; the event loop empties it.
-        self._answers: deque[tuple[int, Any, Any]] = deque()
+        self._answers: deque[tuple[int, SeqdedupeError | None, MessageId]] = deque()
         self._is_woken = False
         self._next_answer = self._next_id
         self._last_answer_time = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
-    @property
-    def is_connected(self) -> bool:
-        """Whether the producer is connected now. A producer that lost the topic to another writer never is again."""
-        return self._producer.is_connected
-
     def append(self, messages: Sequence[PulsarMessage]) -> None:
-        """Hand over entries. Returns at once; entries above the limits in flight wait here.
+        """Pass entries to the producer, and return at once. Entries above the in-flight limits wait in this object.
 
         After a failure nothing more is sent: later entries have failed with the others.
         """
@@ -291,10 +239,10 @@ class EntryWriter:
         self._send()
 
     def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """Record that the topic was read and judged: this number of the oldest unsettled appends are valid and have
-        these IDs.
+        """Record that the topic was read and judged. The oldest unsettled appends, one for each of these IDs, are valid
+        and have these IDs.
 
-        The caller settles them accordingly; `settle` continues with the appends after them.
+        The caller settles these appends; `settle` continues with the later appends.
         """
         self._unsettled.was_read(message_ids)
         self._doubtful = None
@@ -309,7 +257,7 @@ class EntryWriter:
         await self._producer.close()
 
     def _send(self) -> None:
-        most_entries = min(MAX_IN_FLIGHT_ENTRIES, self._producer.max_in_flight)
+        most_entries = self._producer.max_in_flight
         while self._waiting and len(self._sent_bytes) < most_entries and self._in_flight_bytes < MAX_IN_FLIGHT_BYTES:
             message = self._waiting.popleft()
             number = self._next_id
@@ -323,22 +271,15 @@ class EntryWriter:
             self._next_id += 1
             self._producer.send(message, number, self._answer)
 
-    def _answer(self, number: int, result: Any, message_id: Any) -> None:
-        # This runs on a thread of the client, on the event loop, or within `send`.
-        keep_state()
-        self._answers.append((number, result, message_id))
-        if not self._is_woken:
-            self._wake()
+    def _answer(self, number: int, failure: SeqdedupeError | None, place: MessageId) -> None:
+        # This may run within `send`.
+        self._answers.append((number, failure, place))
+        self._wake()
 
     def _wake(self) -> None:
-        if self._is_woken or self._ended:
-            return
-        self._is_woken = True
-        try:
-            self._loop.call_soon_threadsafe(self._take_answers)
-        except RuntimeError:
-            # The loop is closed: no caller waits for answers any more.
-            self._ended = True
+        if not self._is_woken and not self._ended:
+            self._is_woken = True
+            self._loop.call_soon(self._take_answers)
 
     def _take_answers(self) -> None:
         self._is_woken = False
@@ -347,21 +288,16 @@ class EntryWriter:
         failure = None
         if self._answers:
             self._last_answer_time = self._loop.time()
-            if len(self._sent_bytes) >= BUSY_ENTRIES:
-                # Waking the loop costs more than many answers.
-                self._is_woken = True
-                self._loop.call_later(BUSY_PAUSE_SECONDS, self._take_answers)
         while self._answers and failure is None:
-            number, *answer = self._answers.popleft()
-            outcome = self._producer.outcome(*answer)
-            if isinstance(outcome, str):
-                failure = outcome
+            number, why, place = self._answers.popleft()
+            if why is not None:
+                failure = why.message
             elif number != self._next_answer:
                 failure = f"Pulsar answered {number} where {self._next_answer} was due"
             else:
                 self._next_answer += 1
                 self._in_flight_bytes -= self._sent_bytes.popleft()
-                self._unsettled.add(outcome)
+                self._unsettled.add(place)
         self._report(failure)
         if not self._ended:
             self._send()
@@ -395,102 +331,44 @@ class EntryWriter:
 
 
 async def open_writer(
-    client: pulsar.asyncio.Client,
+    brokers: Brokers,
     topic: str,
     instance_name: str,
     first_name_number: int,
     claim_opening: ClaimOpening,
     properties: Mapping[str, str],
     settle: Callable[[SettledEntry], None],
+    entry_format: EntryFormat,
     schema: Schema | None = None,
-    *,
-    brokers: Connects | None = None,
 ) -> EntryWriter:
-    """Take the topic, if no other writer has it. `schema` is the topic's schema; None if it has none. With `brokers`,
-    its entries are native, and it has no schema.
+    """Become the exclusive writer of the topic, if no other writer has the topic. `schema` is the topic's schema (None:
+    no schema).
 
-    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on. With native entries no
-    other producer can have the name: it has a control character. That should be the number
-    after the previous opening's. `properties` is visible to others in the topic's statistics. `settle` is called on the
-    event loop, never from within `append` or `was_read`.
+    Producers are named `seqdedupe-<instance_name>-<name number>`, from the first number on, which should be the number
+    after the previous opening's number. With native entries the name has a control character, so no other producer can
+    have this name. `properties` is visible in the topic's statistics. `settle` is called on the event loop, never from
+    within `append` or `was_read`.
 
-    Raises NOT_OWNER if there is another writer; PULSAR_FORBIDS; LOG_REFUSED for all that may pass. If this is
-    cancelled, and the producer is still made, it is closed.
+    Raises NOT_OWNER if there is another writer; PULSAR_FORBIDS; LOG_REFUSED for temporary failures. If this is
+    cancelled while the producer is being made, the producer is closed.
     """
     busy: SeqdedupeError | None = None
+    prefix = f"seqdedupe-{instance_name}-{RESERVED if entry_format is EntryFormat.NATIVE else ''}"
+    of_wire = schema.of_wire() if schema is not None else None
     for step in range(PRODUCER_NAMES):
         name_number = (first_name_number + step) % PRODUCER_NAMES
-        name = f"seqdedupe-{instance_name}-{RESERVED if brokers is not None else ''}{name_number}"
-        producer: ClientProducer | NativeProducer
-        if brokers is not None:
-            native = await open_native_producer(brokers, topic, name, properties)
-            if native is None:
-                busy = error("NOT_OWNER", f"another writer holds {topic}, under the name {name!r}")
-                continue
-            producer, last_sequence_id = native, native.last_sequence_id
-        else:
-            try:
-                of_client = await _opened(client, topic, name, properties, schema)
-            except pulsar.asyncio.PulsarException as e:
-                if e.error() != pulsar.Result.ProducerBusy:
-                    raise _refused(topic, e) from e
-                busy = _refused(topic, e)
-                continue
-            producer, last_sequence_id = ClientProducer(of_client), of_client.last_sequence_id()
+        name = f"{prefix}{name_number}"
+        producer = await open_producer(brokers, topic, name, properties, entry_format, of_wire)
+        if producer is None:
+            busy = error("NOT_OWNER", f"another writer holds {topic}, under the name {name!r}")
+            continue
         try:
-            opening = await claim_opening(max(last_sequence_id, 0) >> COUNTER_BITS)
+            opening = await claim_opening(max(producer.last_sequence_id, 0) >> COUNTER_BITS)
         except BaseException:
             await producer.close()
             raise
         return EntryWriter(producer, name, name_number, opening, settle)
     raise busy or error("INTERNAL", "an instance has no producer names")
-
-
-async def _opened(
-    client: pulsar.asyncio.Client, topic: str, name: str, properties: Mapping[str, str], schema: Schema | None
-) -> Any:
-    opening = client.create_producer(
-        topic,
-        producer_name=name,
-        schema=schema.of_client() if schema is not None else None,
-        properties=dict(properties),
-        # Never with fencing: if two producers fence each other at the same time, both get in.
-        access_mode=pulsar.ProducerAccessMode.Exclusive,
-        # In a batch Pulsar's deduplication knows the first sequence ID only.
-        batching_enabled=False,
-        max_pending_messages=MAX_IN_FLIGHT_ENTRIES,
-        block_if_queue_full=False,
-        # The client's own time-out begins again with every connection.
-        send_timeout_millis=0,
-    )
-    return await opened(opening, lambda producer: producer._producer.close_async(lambda _: None))
-
-
-def built(message: PulsarMessage, sequence_id: int) -> Any:
-    """Return the message as Pulsar's client sends it."""
-    builder = _pulsar.MessageBuilder()
-    if message.payload is None:
-        builder.set_null_value()
-    else:
-        builder.content(message.payload)
-    builder.properties(message.properties)
-    if message.key:
-        builder.partition_key(message.key)
-    if message.event_time_ms:
-        builder.event_timestamp(message.event_time_ms)
-    if time_ms := deliver_at(message.properties.get(DELIVER_AT, "")):
-        builder.deliver_at(time_ms)
-    builder.sequence_id(sequence_id)
-    return builder.build()
-
-
-def _refused(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
-    result = failure.error()
-    if result in (pulsar.Result.ProducerFenced, pulsar.Result.ProducerBusy):
-        return error("NOT_OWNER", f"another writer holds {topic} ({result.name})")
-    if result in _FORBIDDEN:
-        return error("PULSAR_FORBIDS", f"writing to {topic}: {told(failure)}")
-    return error("LOG_REFUSED", f"{topic} cannot be opened for writing: Pulsar's client says {told(failure)}")
 
 
 # -- One opening of a topic for writing: appends become entries, and confirmed entries settle their appends.
@@ -511,7 +389,7 @@ class _SentEntry:
 
 
 class PendingAppends:
-    """The appends that an owner has in flight, from its marker on. `settle` receives their outcomes, until a
+    """The appends that an owner has in flight, from the owner's marker on. `settle` receives the outcomes, until a
     failure."""
 
     def __init__(

@@ -77,8 +77,8 @@ class Consumer:
     A transaction contains the messages that have arrived: at most `config.max_batch_messages`, for at most
     `config.longest_transaction_ms`. A consumer that is behind has many messages in a transaction; a consumer that has
     caught up has one. A transaction that fails is cut in half until the message that causes the failure is alone. The
-    consumer tries that message `config.max_attempts` times. Then `config.poison` decides. If the database cannot be
-    reached, is read-only, full or busy, or ends a deadlock, the consumer waits for the database, and the attempt is not
+    consumer tries that message `config.max_attempts` times. Then `config.poison` decides. The consumer waits for the
+    database if the database cannot be reached, is read-only, full or busy, or ends a deadlock. Such an attempt is not
     counted.
 
     `name` is the name of one row of `seqdedupe_consumers`. The consumer makes this table and its other tables if they
@@ -340,8 +340,8 @@ class Consumer:
         return [Position.before(one.last.incarnation, one.first_index) for one in found.values()]
 
     def _prepare(self, register: Callable[[], None]) -> None:
-        """Prepare the tables. If the database is unavailable, wait for it in the same way as later during the work.
-        Raises Stopped, INVALID_OUTPUT, NOT_TRANSACTIONAL."""
+        """Prepare the tables. If the database is unavailable, wait for the database, as `run` does later during the
+        work. Raises Stopped, INVALID_OUTPUT, NOT_TRANSACTIONAL."""
 
         def prepare() -> None:
             with database.reaching(at_start=True):
@@ -567,8 +567,8 @@ class PartitionShares:
         return [found[name] for name in self._names]
 
     def _have_come_to(self, ends: Sequence[Position]) -> bool:
-        """Return whether all partitions have reached these ends, and each has an owner that is alive. A process that
-        ended may have left a partition with parked messages."""
+        """Return whether all partitions have reached these ends, and each partition has an owner that is alive. A
+        partition without a living owner may still have parked messages."""
         with database.reaching():
             rows = self._rows()
         working = self._processes.shown | {self._processes.token}

@@ -1,9 +1,9 @@
-"""The consumer's database: its tables, errors if the database cannot be used, tables without transactions, and the
-consumer's rows.
+"""The consumer's database: the consumer's tables and rows, errors if the database cannot be used, and the detection of
+tables without transactions.
 
-Begin with `RowLease`, the hold of one process on a consumer's row: its position, and the process that works. For a
-partitioned topic there is one such row for each partition. The processes that share the partitions have separate rows
-(`Processes`). `fair_share` is the number of partitions for each process.
+Begin with `RowLease`: one process's lease on a consumer's row. The row contains the consumer's position and the working
+process. For a partitioned topic there is one such row for each partition. The processes that share the partitions have
+separate rows (`Processes`). `fair_share` is the number of partitions for each process.
 """
 
 import re
@@ -99,7 +99,7 @@ def content_columns() -> list[Column[Any]]:
 
 
 def _message_columns() -> list[Column[Any]]:
-    """Return the columns of a message, and of the consumer that has set the message aside."""
+    """Return the columns for a message, and for the consumer that has set the message aside."""
     return [
         Column("consumer", name_type(), primary_key=True),
         Column("incarnation", BigInteger, primary_key=True, autoincrement=False),
@@ -196,8 +196,8 @@ def age_seconds(connection: Connection) -> float:
 
 
 def holder(engine: Engine, table: Table, where: str, values: Mapping[str, str]) -> UnavailableError:
-    """Return an error that names the server session whose transaction locks the row. As far as the server reports this
-    to the user, the error contains the duration of the lock, and how to end it. With MariaDB, the error names the
+    """Return an error that names the server session whose transaction locks the row. If the server reports them to this
+    user, the error contains the duration of the lock, and the way to end the session. With MariaDB, the error names the
     oldest transaction that has written."""
     found = None
     try:
@@ -350,7 +350,7 @@ class SeenRow(NamedTuple):
 
 
 class RowLease:
-    """The hold of one process on the row. Every transaction of the owner begins with `hold` and ends with `move`.
+    """The lease of one process on the row. Every transaction of the owner begins with `hold` and ends with `move`.
 
     `hold` locks the row, and fails if the position or the owner has changed. `move` is the compare-and-set that decides
     whether the transaction is valid.
@@ -438,7 +438,7 @@ class RowLease:
             raise Lost
 
     def holder(self) -> UnavailableError:
-        """Return an error that names the session that locks the row, and how to end that session."""
+        """Return an error that names the session that locks the row, and describes how to end that session."""
         return holder(self._engine, CONSUMERS, "t.name = :name", {"name": self._name})
 
     def release(self) -> None:
@@ -448,15 +448,15 @@ class RowLease:
 
 
 class Held:
-    """Reports, at intervals, the session that holds a row which stays locked."""
+    """If a row stays locked, reports at intervals the database session that holds the lock."""
 
     def __init__(self, on_waiting: OnWaiting | None) -> None:
         self._on_waiting = on_waiting
         self._since: float | None = None
 
     def look(self, is_locked: bool, holder: Callable[[], UnavailableError]) -> None:
-        """Note whether the row is locked now. If it has been locked for HELD_SECONDS, report the session that holds
-        it."""
+        """Record whether the row is locked now. If the row has been locked for HELD_SECONDS, report the session that
+        holds the lock."""
         now = time.monotonic()
         if not is_locked:
             self._since = None
@@ -544,8 +544,8 @@ class Processes:
     def living(self) -> set[str]:
         """Return the tokens of all processes that are alive.
 
-        A process loses its row if the row has not changed for `TAKE_OVER_SECONDS`, by this process's clock. If the
-        process that lost its row is still alive, the next transaction of that process fails.
+        If a process's row has not changed for `TAKE_OVER_SECONDS`, by this process's clock, the row is deleted, and the
+        process is not alive. If that process still runs, its next transaction fails.
         """
         with self._engine.begin() as connection:
             tokens = set(connection.execute(select(PROCESSES.c.token).where(self._all)).scalars())
@@ -598,7 +598,7 @@ def fair_share(token: str, living: Collection[str], owners: Iterable[str], parti
 
 
 class PartOwnership(RowLease):
-    """The hold on a partition's row. The process counts as alive as long as the process's separate row shows that."""
+    """The lease on a partition's row. The process counts as alive as long as its own row in `Processes` changes."""
 
     def __init__(self, engine: Engine, name: str, processes: Processes) -> None:
         super().__init__(engine, name, processes.token)

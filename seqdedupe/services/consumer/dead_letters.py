@@ -45,7 +45,8 @@ def has_content(row: Row[Any]) -> bool:
 
 
 def key_hash(key: bytes | None) -> str | None:
-    """Return the hash that identifies the messages of a key; None for a message without a key, which has no order."""
+    """Return the hash that identifies the messages of a key; None for a message without a key. Messages without keys
+    have no order."""
     return None if key is None else hashlib.sha256(key).hexdigest()
 
 
@@ -144,7 +145,7 @@ class SetAside:
             connection.execute(insert(PARKED), rows)
 
     def keys_parked(self, connection: Connection, messages: Iterable[Message]) -> set[str]:
-        """Return the hashes of those keys of the messages for which a message is parked."""
+        """Return the hashes of the keys of these messages, but only of keys for which a message is parked."""
         hashes = {hashed for message in messages if (hashed := key_hash(message.key)) is not None}
         if not hashes:
             return set()
@@ -171,7 +172,7 @@ class SetAside:
         return connection.execute(wanted).scalar_one_or_none() is not None
 
     def again(self, connection: Connection, row: Row[Any], error: str, next_attempt_ms: int) -> None:
-        """Note that one more attempt with the message has failed."""
+        """Record that one more attempt with the message has failed."""
         values = {"attempts": row.attempts + 1, "error": error, "next_attempt_ms": next_attempt_ms}
         connection.execute(update(PARKED).where(self._is(row)).values(**values))
 
@@ -226,7 +227,8 @@ class Retried(NamedTuple):
 
 
 def retry(engine: Engine, name: str, indexes: Sequence[int]) -> Retried:
-    """Make the consumer try the messages with these indexes now. Without indexes: all parked messages.
+    """Make the consumer try the messages with these indexes now. Without indexes, the consumer tries all parked
+    messages.
 
     Dead letters are parked again, before the parked messages with the same key that come later in the topic. A dead
     letter that waits to be published to a topic does not change. Raises INVALID_OPTION, and changes nothing, if one of
@@ -300,7 +302,7 @@ def _names(connection: Connection, name: str, indexes: Sequence[int] = ()) -> li
         )
     if indexes:
         what = f"the consumer {name!r} has {counted(len(names), 'partition')}, each with separate indexes"
-        raise error("INVALID_OPTION", what, hint=f"Name one of them: {names[0]}.")
+        raise error("INVALID_OPTION", what, hint=f"Name one of the partitions: {names[0]}.")
     return names
 
 
@@ -373,13 +375,13 @@ async def check_topic(client: Client, topic: str) -> None:
     """
     found = await client.admin.topic(topic)
     if found.deduplication_route == admin_pb2.DEDUPLICATION_ROUTE_KEY:
-        why = f"{topic} finds partitions by keys, and a dead letter need not have one"
-        raise error("INVALID_OPTION", why, hint="Create one with the route `id`, or without partitions.")
+        why = f"{topic} selects partitions by key, but a dead letter may have no key"
+        raise error("INVALID_OPTION", why, hint="Create a topic with the route `id`, or without partitions.")
     if found.deduplication_mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
         raise error(
             "INVALID_OPTION",
             f"{topic} is not a topic of deduplication IDs, and dead letters have no order",
-            hint="Create one: seqdedupe topics create --deduplication-mode deduplication-id TOPIC",
+            hint="Create such a topic: seqdedupe topics create --deduplication-mode deduplication-id TOPIC",
         )
 
 
@@ -449,7 +451,8 @@ class DeadLetterPublisher:
                     connection.execute(update(DEAD_LETTERS).where(this).values(dead_letter_topic=None))
 
     async def _publish(self, topic: str, rows: Sequence[Row[Any]], identities: Mapping[str, str]) -> list[bool]:
-        """Return for each row whether it is in the topic, durable. False: the topic does not take it."""
+        """Publish these rows. Return for each row whether the topic contains the row durably. False means that the
+        topic does not accept the row."""
         async with self._client.publisher(
             topic, on_waiting=self._on_waiting, delivery_timeout_seconds=None
         ) as publisher:

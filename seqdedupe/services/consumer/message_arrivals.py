@@ -1,5 +1,5 @@
-"""Waiting of a consumer: for messages, for a period of time, and for the request to stop. All waiting happens on the
-client's event loop."""
+"""The waits of a consumer: for messages, for a period of time, and for the request to stop. A consumer always waits on
+the client's event loop."""
 
 import asyncio
 from collections.abc import Sequence

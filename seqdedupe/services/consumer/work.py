@@ -117,8 +117,8 @@ transaction has ended."""
 def carry_out(
     engine: Engine, ownership: RowLease, position: str, refused: frozenset[str], do: Callable[[Connection], str]
 ) -> str:
-    """Run a transaction that calls `do`, moves the position to the position that `do` returns, and commits. Either all
-    of this takes effect, or nothing. Return the new position.
+    """Run a transaction that calls `do`, and stores the position that `do` returns. Either all of this takes effect, or
+    nothing. Return the new position.
 
     Raises Lost if another process was faster; Away if the database fails before `do` is called; TRANSACTION_ENDED if
     `do` itself has ended the transaction (by COMMIT, ROLLBACK, or a statement that commits, like DDL in MariaDB);
@@ -152,8 +152,8 @@ def carry_out(
 
 
 def check_deferred(connection: Connection) -> None:
-    """Raise now the errors that deferred constraints of PostgreSQL would raise at the COMMIT. The constraints stay
-    deferred: rolling back the savepoint undoes the check, and the effects of its triggers."""
+    """Check PostgreSQL's deferred constraints now, and raise the errors that the COMMIT would raise. The constraints
+    stay deferred, because a rollback of the savepoint undoes the check and the effects of its triggers."""
     if connection.dialect.name == "postgresql":
         with connection.begin_nested() as look:
             connection.exec_driver_sql("SET CONSTRAINTS ALL IMMEDIATE")
@@ -161,7 +161,7 @@ def check_deferred(connection: Connection) -> None:
 
 
 def _ended() -> Exception:
-    return error("TRANSACTION_ENDED", "the handler has ended the transaction that it was given")
+    return error("TRANSACTION_ENDED", "the handler has ended the transaction")
 
 
 def _says_no_mark(failure: DBAPIError) -> bool:
@@ -199,8 +199,8 @@ class Work:
     `Work` begins at the stored position.
 
     Messages are in groups, one transaction for each group. A group that fails, for any reason, is cut in half until one
-    message is alone. Only a message that is alone can be the cause, and only of failures that are not the database's
-    own.
+    message is alone. The consumer blames a message only if the message is alone in the transaction, and if the failure
+    is not a failure of the database itself.
     """
 
     def __init__(
@@ -291,8 +291,8 @@ class Work:
             self._pause(self._config.backoff_ms(attempts) / 1000)
 
     def _apply_together(self, more: Callable[[], Sequence[Message]]) -> bool:
-        """Apply the first message together with later messages, and return whether that succeeded. This is for a
-        message that the handler accepts, but whose COMMIT fails if it is alone: with deferred constraints, rows may
+        """Apply the first message together with later messages, and return whether that succeeded. Use this if the
+        handler accepts the message, but the COMMIT fails when the message is alone. With deferred constraints, rows may
         refer to each other in a circle."""
         self.take(more())
         messages = [message for group in self._groups for message in group]
@@ -316,7 +316,8 @@ class Work:
         return False
 
     def _attempt(self, messages: Sequence[Message]) -> tuple[int, _Failure | None]:
-        """Run one transaction. Return the number of its messages, and the reason if it failed."""
+        """Run one transaction. Return the number of messages in the transaction. If the transaction failed, also return
+        the reason."""
         done = 0
 
         def hand_over(connection: Connection) -> str:
@@ -327,7 +328,8 @@ class Work:
         try:
             failure = self._transaction(hand_over, self._shown(messages))
         except SeqdedupeError as e:
-            # In PostgreSQL none of the transaction's effects remain. It is cut until one message is identified.
+            # In PostgreSQL none of the transaction's effects remain. The transaction is cut in half until one message
+            # is identified.
             is_cut = e.reason == "NOT_TRANSACTIONAL" and self._engine.dialect.name == "postgresql"
             if not is_cut or len(messages) == 1:
                 raise
@@ -351,7 +353,7 @@ class Work:
         return None
 
     def _fault(self, failure: Exception, began: float, shown: str) -> Fault:
-        """Decide what caused the failure, as soon as the database accepts other work. Raises Away if the cause is the
+        """Find the cause of a failure, as soon as the database accepts other work. Raises Away if the cause is the
         database itself and it accepts no work; Lost, Stopped."""
         fault = fault_of(failure)
         if fault in (Fault.MESSAGE, Fault.REPEAT):
@@ -442,7 +444,7 @@ class Work:
         self._activity.done(0, set_aside=1)
 
     def _insist(self, set_aside: Callable[[Connection], str], message: Message) -> _Failure | None:
-        """Repeat setting the message aside until it succeeds, or the database has permanently refused it. Raises
+        """Set the message aside. Repeat this until it succeeds, or until the database permanently refuses it. Raises
         Away."""
         for attempts in range(1, LOST_ATTEMPTS + 1):
             failure = self._transaction(set_aside, self._shown([message]))
@@ -539,7 +541,9 @@ def _check_result(result: object) -> None:
     if inspect.isawaitable(result):
         if inspect.iscoroutine(result):
             result.close()
-        raise error("INVALID_OPTION", "the handler has returned an awaitable", hint="Make it a plain function.")
+        raise error(
+            "INVALID_OPTION", "the handler has returned an awaitable", hint="Make the handler a plain function."
+        )
 
 
 def _now_ms() -> int:

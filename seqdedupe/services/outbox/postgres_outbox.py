@@ -1,5 +1,5 @@
-"""An outbox in PostgreSQL. The server builds each page as one row of a few long values. The relay makes no object for a
-row: the data stays in columns."""
+"""An outbox in PostgreSQL. The server returns each page as one row with a few long values. The relay keeps the data in
+columns, and makes no Python object for each row of the outbox."""
 
 import secrets
 import threading
@@ -33,6 +33,7 @@ from seqdedupe.services.outbox.store import (
     RowPage,
     bad_outbox,
     changed,
+    check_columns,
     check_names,
     converted_errors,
     page_of,
@@ -60,8 +61,8 @@ MOST_NOTES = 1000
 
 
 class Horizon:
-    """The notes of a relay about numbers and transactions. With every new connection the relay begins without notes,
-    because the connection may lead to another server."""
+    """What a relay has learned about numbers and transactions. The relay starts with a new `Horizon` for every new
+    connection, because the connection may lead to another server."""
 
     def __init__(self) -> None:
         self.bound = NOTHING
@@ -488,11 +489,7 @@ def _id_text(kind: str) -> str:
 def _columns(connection: Connection, table: str, wanted: Sequence[str]) -> dict[str, tuple[str, bool]]:
     """Return the type of each column, and whether the column is NOT NULL."""
     found = {row[0]: (row[1], row[2]) for row in connection.execute(_COLUMNS, (table,))}
-    if not found:
-        raise bad_outbox(f"there is no table {table}")
-    for name in wanted:
-        if name not in found:
-            raise bad_outbox(f"the table {table} has no column {name}")
+    check_columns(table, found, wanted)
     return found
 
 

@@ -584,7 +584,7 @@ def is_one_of(name: str) -> Callable[[str], bool]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The rows to look for, at any places in a page."""
+    """The rows of a page to look for. These rows need not be adjacent."""
 
     page: RowPage
     at_any_number: bool
@@ -615,7 +615,7 @@ class SeenTopic:
     """The highest sequence ID that was ever persisted under each producer name."""
 
     def take(self, batch: Batch, wanted: Wanted) -> None:
-        """Note the wanted `id`s in a batch."""
+        """Record the wanted `id`s in a batch."""
         for place, name in enumerate(batch.names()):
             if not wanted.is_ours(name):
                 continue
@@ -633,8 +633,8 @@ class SeenTopic:
                     self.ids.setdefault(number, set()).add(one)
 
     def lacks(self, number: int) -> bool:
-        """Return whether it is certain that a sequence ID that was not found was never published under any of the
-        producer names. For ANYWHERE: whether it is certain that the row was never published. It is certain if the log
+        """Return whether a sequence ID that was not found was certainly never published under any of the producer
+        names. For ANYWHERE, return whether the row was certainly never published. The result is certain if the log
         still contains all messages at and after this sequence ID."""
         if self.is_whole:
             return True

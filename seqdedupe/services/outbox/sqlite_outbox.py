@@ -26,6 +26,7 @@ from seqdedupe.services.outbox.store import (
     RowPage,
     bad_outbox,
     changed,
+    check_columns,
     check_names,
     converted_errors,
     page_of,
@@ -211,11 +212,7 @@ def _check(connection: sqlite3.Connection) -> None:
     }
     for table, names in wanted.items():
         found = {row[1]: row for row in connection.execute(f"PRAGMA table_info({table})")}
-        if not found:
-            raise bad_outbox(f"there is no table {table}")
-        for name in names:
-            if name not in found:
-                raise bad_outbox(f"the table {table} has no column {name}")
+        check_columns(table, found, names)
         if table == TABLE:
             check_names(name.lower() for name in found)
         if table == TABLE and "INT" in found["id"][2].upper():

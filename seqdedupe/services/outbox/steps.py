@@ -1,5 +1,5 @@
-"""The steps of a relay, without any I/O. They decide what to read, publish, compare and delete, and when to take a new
-token.
+"""The steps of a relay, without any I/O. This module decides which rows the relay reads, publishes, compares and
+deletes, and when the relay needs a new token.
 
 A number alone never proves that a row was published. After a fail-over or a restore, other rows may get numbers that
 were used before. So the relay deletes a row in two cases only. The row has a NotDup receipt in this run. Or the relay
@@ -48,8 +48,8 @@ class OpenedProducer(NamedTuple):
     producer: str
     """The producer name NAME/token."""
     persisted: tuple[int, ...]
-    """The highest sequence ID under NAME/token, for each partition. A row whose number is not above this ID cannot be
-    published to the partition under this name. A topic without partitions has one value."""
+    """The highest sequence ID under NAME/token, for each partition. To publish a row to a partition under this name,
+    the row's number must be above the partition's ID. A topic without partitions has one value."""
     highest: int
     """The highest sequence ID that is persisted under any of the names NAME/…; -1 if there is none."""
 
@@ -95,7 +95,8 @@ class Publish(NamedTuple):
 
 
 class Settle(NamedTuple):
-    """Wait until all queued rows have receipts, and until the rows that these receipts prove are deleted. No answer."""
+    """Wait until all queued rows have receipts, and until the rows that these receipts prove are deleted. This step has
+    no answer."""
 
 
 class Delete(NamedTuple):
@@ -130,12 +131,12 @@ class Tell(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait, because there is nothing to do. Answer: whether to read the table from its beginning."""
+    """Wait, because there are no rows to publish. The answer states whether to read the table from its beginning."""
 
 
 class AwaitLeft(NamedTuple):
-    """Wait for rows that open transactions delay. All readable rows are published already. Answer: whether to read
-    again."""
+    """Wait for rows that open transactions delay. All readable rows are published already. The answer states whether to
+    read again."""
 
 
 Step = (

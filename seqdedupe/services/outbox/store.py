@@ -1,9 +1,9 @@
-"""The contract between a relay and a database: the rows and the state that pass between both, the methods of a
-database's outbox (`OutboxStore`), and the choice of the database by its URL."""
+"""The contract between a relay and a database: the rows and states that they exchange, the methods of a database's
+outbox (`OutboxStore`), and the choice of the implementation by the database's URL."""
 
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,7 +121,7 @@ class RowPage:
         )
 
     def cut(self, max_bytes: int) -> Iterator["RowPage"]:
-        """Yield the page in parts of at most about `max_bytes` bytes, with at least one row each."""
+        """Yield the page in parts. A part has at least one row, and at most about `max_bytes` bytes."""
         total = int(self.sizes.sum()) + len(self.values.data) + len(self.keys.data)
         if total <= max_bytes:
             yield self
@@ -226,7 +226,7 @@ def payload_column(payloads: Sequence[bytes | None]) -> Binary:
 
 
 def _keys_of(keys: Binary) -> Binary:
-    """Return the column of keys, or an omitted column if no row has a key."""
+    """Return the key column. If no row has a key, return a column without offsets, which is omitted from the batch."""
     return Binary() if keys.validity and not any(keys.validity) else keys
 
 
@@ -330,7 +330,7 @@ class OutboxStore(ABC):
 
     @abstractmethod
     def has_more(self, after: int) -> bool:
-        """Return whether there is a row after this one, even if that row must wait for an open transaction."""
+        """Return whether there is a later row, even if the later row must wait for an open transaction."""
 
     @abstractmethod
     def delete(self, pages: Sequence[RowPage]) -> None:
@@ -400,6 +400,15 @@ def database_url(database: str) -> URL:
 
 def bad_outbox(what: str, hint: str | None = None) -> SeqdedupeError:
     return error("INVALID_OUTBOX", what, hint=hint)
+
+
+def check_columns(table: str, there: Collection[str], wanted: Iterable[str]) -> None:
+    """Raise INVALID_OUTBOX for a table that does not exist, or lacks a column. `there` are the columns that exist."""
+    if not there:
+        raise bad_outbox(f"there is no table {table}")
+    for name in wanted:
+        if name not in there:
+            raise bad_outbox(f"the table {table} has no column {name}")
 
 
 def check_names(columns: Iterable[str]) -> None:

@@ -368,7 +368,9 @@ def _id_for(kind: str | None, value: str | bytes) -> str | bytes:
             return str(uuid.UUID(value if isinstance(value, str) else ""))
         except ValueError as e:
             what = f"the id of an outbox's row is {value!r:.80}, and the column {TABLE}.id takes UUIDs alone"
-            raise error("INVALID_REQUEST", what, hint=f"ALTER TABLE {TABLE} ALTER id TYPE text takes any text.") from e
+            raise error(
+                "INVALID_REQUEST", what, hint=f"ALTER TABLE {TABLE} ALTER id TYPE text accepts any text."
+            ) from e
     return value
 
 

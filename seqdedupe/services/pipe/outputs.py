@@ -173,7 +173,7 @@ class Calling:
             size_bytes = BATCH_OVERHEAD_BYTES + why.size_bytes
             return error(
                 "MESSAGE_TOO_LARGE",
-                f"{which} cannot be passed on: with the names and numbers that the pipe gives it, it takes up to "
+                f"{which} cannot be passed on: with the names and numbers that the pipe adds, it has up to "
                 f"{size_bytes} bytes, and a frame has at most {MAX_BATCH_BYTES}",
                 hint="Let the function give less for that message, or nothing (None), and start the pipe again: it "
                 "goes on with that message.",
@@ -188,7 +188,7 @@ class Calling:
         failure = error(
             "FUNCTION_FAILED",
             f"the pipe's function fails on {which}: {text}",
-            hint="Correct the pipe's function and start the pipe again: it goes on with that message.",
+            hint="Correct the pipe's function, and start the pipe again. The pipe continues with that message.",
             **place,
         )
         failure.__cause__ = why
@@ -220,8 +220,8 @@ class Calling:
         return True
 
     def ready(self) -> OutputBatch | None:
-        """Return the outputs of complete inputs so far. Another thread calls this while `fill` runs. That is safe,
-        because the lists only grow meanwhile, and a row's sequence ID is added last."""
+        """Return the outputs of complete inputs so far. Another thread may call this while `fill` runs. This is safe,
+        because `fill` only appends to the lists, and appends a row's sequence ID last."""
         count = len(self._sequence_ids)
         return None if self._is_adding or len(self._sequence_ids) != count else self._frame(count)
 
@@ -278,7 +278,7 @@ def _output(given: Any, key: bytes | None) -> Output:
     if isinstance(given, bytes):
         return Output(given, key)
     if isinstance(given, Message):
-        # A schema has its version in the source alone: a consumer would look for it in the target.
+        # The schema version is valid only in the source. A consumer would look for this version in the target.
         properties = {name: value for name, value in given.properties.items() if name != SCHEMA_VERSION_OF}
         return Output(given.payload, given.key, given.event_time_ms, properties)
     if not isinstance(given, Output) or not isinstance(given.payload, bytes | None):

@@ -104,17 +104,16 @@ def _holds(persisted: Sequence[Persisted], note: str) -> bool:
 async def piped_up_to(
     client: Client, source: str, target: str, name: str, cursor: str | None = None
 ) -> dict[str, Position]:
-    """Return, for the source or each of its partitions, the position up to which the target holds outputs of the pipe
-    NAME; or the later position of the pipe's cursor, which is also after messages without outputs.
+    """Return a position for the source or each of its partitions: the position up to which the target contains outputs
+    of the pipe NAME. If the pipe's cursor has a later position, return that position. Earlier messages may have no
+    outputs.
 
     Without a cursor, the pipe may have read further than this. Raises NotFoundError; INVALID_NAME for the cursor;
-    INVALID_REQUEST if the target is partitioned: only the pipe itself can find out then.
+    INVALID_REQUEST if the target is partitioned, because only the pipe itself can then find the position.
     """
     there = await client.admin.topic(target)
     if there.partitions:
-        what = (
-            f"{there.name} has {counted(there.partitions, 'partition')}: which outputs it holds of a pipe is not known"
-        )
+        what = f"{there.name} has {counted(there.partitions, 'partition')}: it is not known which outputs it contains"
         raise error("INVALID_REQUEST", what, hint="The metrics of the running pipe show its lag: --metrics-listen.")
     source = topic_name(source)
     partitions = await client.partitions(source)
@@ -221,7 +220,7 @@ class Lane:
 
     async def _later(self, cursor: CursorMoves, start: Position, producer: Producer) -> Position:
         if producer.persisted[0].topic != self.target:
-            what = f"{self.target} is partitioned: what it holds does not fit into a cursor"
+            what = f"{self.target} is partitioned: a cursor cannot store the positions of several partitions"
             raise error("INVALID_REQUEST", what, hint="Leave the cursor out: it only saves reading again.")
         kept = await cursor.read()
         self._next = None
@@ -256,8 +255,8 @@ class Lane:
             self._calling = None
 
     async def _fill(self, calling: Calling, executor: Executor, producer: Producer) -> bool:
-        """Call the function for the next messages, and send outputs that are ready at intervals meanwhile. Return
-        whether there may be more outputs."""
+        """Call the function for the next messages. Meanwhile, send the ready outputs at intervals. Return whether there
+        may be more outputs."""
         loop = asyncio.get_running_loop()
         filling = loop.run_in_executor(executor, calling.fill)
         try:
@@ -297,7 +296,7 @@ class Lane:
                     await self._move_cursor(reader, producer, now=True)
                     done, _ = await asyncio.wait({fetching, stopped}, timeout=wait_seconds, return_when=first)
                     if not done:
-                        what = f"{self.source} has not been read any further for {wait_seconds} seconds"
+                        what = f"{self.source} has not been read for {wait_seconds} seconds"
                         raise error("UNREACHABLE", what)
                 if self._stopped.is_set() or not fetching.result():
                     return []
@@ -380,7 +379,7 @@ class Pipe:
 
     `cursor` is an optional function that makes a cursor for the full name of the source or of each of its partitions.
     With a cursor, the pipe need not read messages without outputs again after a restart. The pipe uses the cursor only
-    while the target still contains what it contained when the cursor was moved.
+    while the target still contains all outputs that the target contained when the cursor was moved.
 
     Raises INVALID_TOPIC_NAME, INVALID_NAME, INVALID_REQUEST for invalid names.
     """
@@ -438,8 +437,8 @@ class Pipe:
         - INVALID_OPTION, at the start, for a target of deduplication IDs.
         - FUNCTION_FAILED, which identifies the message, if the function raises or returns something that cannot be
           published.
-        - MESSAGE_TOO_LARGE if a message is passed on and has no room for the pipe's additions. After this error and
-          FUNCTION_FAILED, the outputs of earlier messages are durable.
+        - MESSAGE_TOO_LARGE if the function returns the message itself, and the copy is too large with the properties
+          that the pipe adds. After this error and FUNCTION_FAILED, the outputs of earlier messages are durable.
         - PositionError (POSITION_TRIMMED, POSITION_AFTER_END, POSITION_DIVERGED) if messages were trimmed before the
           pipe read them, if messages that the pipe has read no longer exist, or if the source was deleted and recreated
           meanwhile.
@@ -575,7 +574,7 @@ def _check_names(name: str, source: str) -> None:
     if not name or len(longest.encode(errors="replace")) > MAX_NAME_BYTES:
         raise error(
             "INVALID_NAME",
-            f"the pipe {name[:80]!r} from {source} cannot name its outputs: it has no name, or one too long",
+            f"the pipe {name[:80]!r} from {source} cannot name its outputs: its name is missing or too long",
             hint=f"Its name and the source's have {MAX_NAME_BYTES - len(longest) + len(name) + len(source)} bytes.",
         )
     try:

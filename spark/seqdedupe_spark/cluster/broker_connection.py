@@ -2,27 +2,30 @@
 
 import asyncio
 import json
+import logging
 import ssl
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
+import _pulsar
 import pulsar
 import pulsar.asyncio
 
 from seqdedupe.entry_properties import FORMAT, INCARNATION
 from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.limits import MAX_SEQUENCE_ID
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
-from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry
-from seqdedupe.log.pulsar.entry_limit import Brokers
+from seqdedupe.log.pulsar.broker_wire import Brokers, open_reader
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage, content_bytes
 from seqdedupe.log.pulsar.finder import Finder
 from seqdedupe.log.pulsar.ledgers import Ledgers
-from seqdedupe.log.pulsar.native_topic import open_native_reader
-from seqdedupe.log.pulsar.pulsar_client import OAuth2, PulsarClient, Token, client_logger, from_file, never_raises
-from seqdedupe.log.pulsar.reader import ReadsEntries, open_reader
+from seqdedupe.log.pulsar.reader import ReadsEntries
 from seqdedupe.log.pulsar.taking_over import last_before
+from seqdedupe.log.pulsar.tokens import OAuth2, Token, from_file
 from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
@@ -65,8 +68,8 @@ def _wrong(should_be: str) -> SeqdedupeError:
 
 
 def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
-    """Return the TLS context for admin calls and native entries. It is as strict as the configuration of the client for
-    other messages. Raises INVALID_OPTION."""
+    """Return the TLS context for admin calls and the topics of sidecars. It is as strict as the configuration of the
+    client for other topics. Raises INVALID_OPTION."""
     if not cluster.admin_url.startswith("https:") and not cluster.service_url.startswith("pulsar+ssl:"):
         return None
     try:
@@ -79,6 +82,325 @@ def tls_of(cluster: PulsarCluster) -> ssl.SSLContext | None:
         context.verify_mode = ssl.CERT_NONE
     return context
 
+
+# -- Pulsar's own client, for topics that no sidecar writes.
+
+logger = logging.getLogger("seqdedupe.pulsar")
+
+
+def never_raises(token: Token) -> Token:
+    """Return a token function for Pulsar's client. The client calls the function on a thread where no exception may be
+    raised. So after an error the function returns no token."""
+
+    def asked() -> str:
+        try:
+            return token()
+        except Exception as e:  # noqa: BLE001 (after any failure the client's thread must go on)
+            logger.warning("no token for Pulsar: %s", e if isinstance(e, SeqdedupeError) else type(e).__name__)
+            return ""
+
+    return asked
+
+
+def client_logger() -> pulsar.FileLogger:
+    """Return a logger that writes the client's errors to standard error, in the client's own words.
+
+    Never use a Python logger. The client calls the logger at every step, even for messages that are not shown, while it
+    holds the client's locks. A thread that has Python's lock and waits for one of the client's locks would wait
+    forever. A Python logger also takes longer than all other work for a message.
+    """
+    return pulsar.FileLogger(pulsar.LoggerLevel.Error, "/dev/stderr")
+
+
+class PulsarClient(pulsar.asyncio.Client):  # type: ignore[misc]  # the library has no types
+    """Pulsar's own client with a different `create_reader`. With Pulsar's own `create_reader`, closed readers, and the
+    threads and descriptors of closed clients, are never released: a reader keeps the callback of its opening, and the
+    callback keeps the reader."""
+
+    async def create_reader(
+        self,
+        topic: str,
+        start_message_id: pulsar.MessageId,
+        *,
+        receiver_queue_size: int,
+        start_message_id_inclusive: bool,
+    ) -> pulsar.asyncio.Reader:
+        """Return a reader of bytes from that place on. The reader fetches `receiver_queue_size` entries in advance.
+        Raises PulsarException."""
+        schema = pulsar.schema.BytesSchema()
+        settings = _pulsar.ReaderConfiguration()
+        settings.schema(schema.schema_info())
+        settings.receiver_queue_size(receiver_queue_size)
+        settings.start_message_id_inclusive(start_message_id_inclusive)
+        # `earliest` and `latest` belong to the library below.
+        is_own = isinstance(start_message_id, pulsar.MessageId)
+        start = start_message_id._msg_id if is_own else start_message_id
+        reader = asyncio.get_running_loop().create_future()
+        self._client.create_reader_async_v2(topic, start, settings, partial(_hand_over, [reader]))
+        return pulsar.asyncio.Reader(await reader, schema)
+
+
+_LATER_RESULTS = {46: "Disconnected"}
+"""Results of the client that its Python library has no names for."""
+
+
+def name_of(result: Any) -> str:
+    """Return the name of a result of the client."""
+    if result.name in pulsar.Result.__members__:
+        return str(result.name)
+    return _LATER_RESULTS.get(result.value, f"result {result.value}")
+
+
+def told(failure: pulsar.asyncio.PulsarException) -> str:
+    """Return the client's text about a failure."""
+    name = name_of(failure.error())
+    more = str(failure).partition(": ")[2]
+    return f"{name}: {more}" if more else name
+
+
+def _hand_over(waiting: "list[asyncio.Future[Any]]", outcome: Any) -> None:
+    """Pass an outcome to the event loop. The client calls this once, on one of the client's threads. It keeps none of
+    its arguments."""
+    future = waiting.pop()
+    future.get_loop().call_soon_threadsafe(_settle, future, outcome)
+
+
+def _settle(future: "asyncio.Future[Any]", outcome: Any) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, _pulsar.Error):
+        future.set_exception(pulsar.asyncio.PulsarException(outcome.error, outcome.message))
+    else:
+        future.set_result(outcome)
+
+
+# -- A reader of the client, which assembles messages of several entries.
+
+READ_STEP_ENTRIES = 500
+"""The most entries that are taken in one step: a few milliseconds of the event loop."""
+READ_STEP_BYTES = 256 * 1024
+"""After this number of payload bytes a step takes no more entries."""
+OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
+"""The opening of a reader while its topic is unloaded ends with the client's own time-out. Another reader is opened at
+once."""
+_AT_ONCE_MS = 0
+_LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
+"""Field numbers of Pulsar's `MessageIdData`."""
+_FIXED_SIZES = {1: 8, 5: 4}
+"""The sizes of fields with these wire types of protobuf."""
+
+
+class ClientReader:
+    """Reads from one place on, until it is closed. All methods are called on one event loop.
+
+    Entries that Pulsar has trimmed are skipped silently. After a broker's crash, entries may be delivered again. So the
+    caller must compare their places with the topic's ledgers.
+    """
+
+    def __init__(self, reader: Any) -> None:
+        """Make the reader, for `open_client_reader`."""
+        self._reader = reader
+        self._next: asyncio.Future[Any] | None = None
+
+    async def read(self) -> list[PulsarEntry]:
+        """Return the next entries, at least one. Wait for the first entry. If this is cancelled, no entry is lost.
+
+        Raises LOG_UNREADABLE. After this error a new reader is needed.
+        """
+        # A message that arrives when no caller waits any more would be lost.
+        if self._next is None:
+            self._next = asyncio.ensure_future(self._reader.read_next())
+        try:
+            message = await asyncio.shield(self._next)
+        except pulsar.asyncio.PulsarException as e:
+            self._next = None
+            raise _unreadable(self._reader.topic(), e) from e
+        self._next = None
+        entries = [_entry(message._message)]
+        size_bytes = 0
+        while len(entries) < READ_STEP_ENTRIES and size_bytes < READ_STEP_BYTES:
+            size_bytes += content_bytes(entries[-1].message)
+            # The layer below the client's reader for event loops, which wakes the loop for every message.
+            try:
+                entries.append(_entry(self._reader._reader.read_next(_AT_ONCE_MS)))
+            except pulsar.PulsarException:
+                # No entry is there yet. Any other failure shows in the next wait.
+                break
+        if len(entries) > 1 and entries[1].message_id < entries[0].message_id:
+            # Pulsar's client passes an entry to a waiting caller even while it still queues the entry before. That
+            # happens if the earlier entry was received when no caller waited yet.
+            entries[:2] = entries[1], entries[0]
+        return entries
+
+    async def is_at_end(self) -> bool:
+        """Return whether there are no more entries now. Do not call this while a caller waits in `read`. Raises
+        LOG_UNREADABLE."""
+        try:
+            has_more = await self._reader.has_message_available()
+        except pulsar.asyncio.PulsarException as e:
+            raise _unreadable(self._reader.topic(), e) from e
+        # An entry may have arrived for a caller that was cancelled.
+        return not (has_more or (self._next is not None and self._next.done()))
+
+    async def close(self) -> None:
+        """Close the reader. A caller that waits in `read` gets LOG_UNREADABLE."""
+        # On an error the broker has closed the reader, or will when the connection ends.
+        with suppress(pulsar.asyncio.PulsarException):
+            await self._reader.close()
+        waiting = self._next
+        if waiting is not None:
+            await asyncio.wait([waiting])
+            # Retrieve the exception, in case no caller waits in `read`.
+            waiting.exception()
+
+
+async def open_client_reader(
+    client: pulsar.asyncio.Client, topic: str, start: MessageId | None, queue_entries: int
+) -> ClientReader:
+    """Return a reader whose first entry is the entry at `start`. If that entry was trimmed, or `start` is None, the
+    reader begins with the first stored entry.
+
+    The reader fetches `queue_entries` entries of any size in advance. Raises LOG_UNREADABLE.
+    """
+    place = pulsar.MessageId.earliest if start is None else pulsar.MessageId(-1, *start)
+    try:
+        for timeout_seconds in OPEN_TIMEOUTS_SECONDS:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_seconds):
+                    return ClientReader(await _opened(client, topic, place, queue_entries))
+        return ClientReader(await _opened(client, topic, place, queue_entries))
+    except pulsar.asyncio.PulsarException as e:
+        raise _unreadable(topic, e) from e
+
+
+async def _opened(client: pulsar.asyncio.Client, topic: str, place: pulsar.MessageId, queue_entries: int) -> Any:
+    """Return a reader. If this is cancelled, the reader is closed as soon as it is open, because no other code could
+    close it: the client ends an opening in its own time."""
+    task = asyncio.ensure_future(
+        client.create_reader(topic, place, receiver_queue_size=queue_entries, start_message_id_inclusive=True)
+    )
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_close)
+        raise
+
+
+def _close(task: "asyncio.Task[Any]") -> None:
+    if not task.cancelled() and task.exception() is None:
+        task.result()._reader.close_async(lambda _: None)
+
+
+def _entry(native: Any) -> PulsarEntry:
+    place = native.message_id()
+    try:
+        properties = native.properties()
+    except UnicodeDecodeError:
+        # C++ and Go clients send any bytes.
+        properties = {}
+    message = PulsarMessage(
+        None if native.has_null_value() else native.data(),
+        properties,
+        _text(native.partition_key),
+        native.event_timestamp(),
+    )
+    message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
+    producer_name = _text(native.producer_name)
+    sequence_id = _sequence_id(native, producer_name)
+    of_id = fields_of(place.serialize())
+    return PulsarEntry(
+        message,
+        message_id,
+        native.publish_timestamp(),
+        producer_name,
+        sequence_id,
+        _batch_size(of_id) if message_id.batch_index >= 0 else 0,
+        _raw(native.ordering_key),
+        native.int_schema_version(),
+        _first_chunk(of_id),
+    )
+
+
+def _text(read: Callable[[], str]) -> str:
+    """Return a text from the client. The text may have bytes that are not UTF-8, because C++ and Go clients send any
+    bytes."""
+    return _raw(read).decode(errors="replace")
+
+
+def _raw(read: Callable[[], str]) -> bytes:
+    """Return bytes that the client takes for text. It fails if they are none."""
+    try:
+        return read().encode()
+    except UnicodeDecodeError as e:
+        return e.object
+
+
+def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
+    """Return the number of messages in the batch of a message. The client shows this number only in the message ID."""
+    size = of_id.get(_BATCH_SIZE)
+    if not isinstance(size, int):
+        raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {of_id}")
+    return size
+
+
+def _first_chunk(of_id: Mapping[int, int | bytes]) -> MessageId | None:
+    first = of_id.get(_FIRST_CHUNK)
+    if not isinstance(first, bytes):
+        return None
+    place = fields_of(first)
+    return MessageId(int(place.get(_LEDGER, 0)), int(place.get(_ENTRY, 0)))
+
+
+def fields_of(raw: bytes) -> dict[int, int | bytes]:
+    """Return the fields of a protobuf message by their numbers. If a field is repeated, return the last value. Raises
+    ValueError or IndexError if the bytes are not a message."""
+    fields: dict[int, int | bytes] = {}
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            byte = raw[at]
+            at += 1
+            value |= (byte & 0x7F) << shift
+            shift += 7
+            if byte < 0x80:
+                return value
+
+    while at < len(raw):
+        tag = varint()
+        if tag & 7 == 0:
+            fields[tag >> 3] = varint()
+            continue
+        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
+        fields[tag >> 3] = raw[at : at + size]
+        at += size
+    if at > len(raw):
+        raise ValueError("a field ends after its message")
+    return fields
+
+
+def _sequence_id(native: Any, producer_name: str) -> int:
+    """Return the sequence ID; -1 if the client does not show it. The client has no call for the ID, so it is read from
+    the printed form."""
+    head = f"Message(prod={producer_name}, seq="
+    text = _text(native.__str__)
+    digits = text[len(head) :].partition(",")[0]
+    found = int(digits) if text.startswith(head) and digits.isdecimal() else -1
+    # An invalid ID says nothing: no producer of the sidecar can have it.
+    return found if found <= MAX_SEQUENCE_ID else -1
+
+
+def _unreadable(topic: str, failure: pulsar.asyncio.PulsarException) -> SeqdedupeError:
+    return error(
+        "LOG_UNREADABLE",
+        f"{topic} cannot be read: Pulsar's client says {told(failure)}",
+        hint="See whether the Pulsar cluster serves, and whether the sidecar may read the topic; it is tried again.",
+    )
+
+
+# -- A connection, for the duration of a call or a task.
 
 OPERATION_TIMEOUT_SECONDS = 10
 CLOSE_TIMEOUT_SECONDS = 5.0
@@ -112,9 +434,8 @@ class BrokerConnection:
         self._client = client
         self._brokers = brokers
         self._subscription = subscription
-        self._native = set[str]()
-        """Topics of native entries, as `incarnation` has found them. Pulsar's client does not show what is needed of
-        such entries."""
+        self._formats = dict[str, EntryFormat]()
+        """The entry formats of topics that sidecars write, as `incarnation` has found them."""
         self._earlier = dict[str, MessageId]()
         """By topic: its last entry from before a sidecar took it over, as `incarnation` has found it."""
 
@@ -128,11 +449,14 @@ class BrokerConnection:
         # Opening a reader on a topic that was deleted would recreate the topic.
         properties = await self.admin.properties(topic)
         self._earlier[topic] = last_before(properties)
-        self._native.discard(topic)
-        if properties.get(FORMAT) == EntryFormat.NATIVE.value:
-            self._native.add(topic)
-        found = properties.get(INCARNATION, "")
-        return int(found) if found.isdecimal() else STOCK
+        self._formats.pop(topic, None)
+        if not (found := properties.get(INCARNATION, "")).isdecimal():
+            return STOCK
+        try:
+            self._formats[topic] = EntryFormat(properties[FORMAT])
+        except (KeyError, ValueError) as e:
+            raise error("LOG_DAMAGED", f"the properties of {topic} do not say {e}") from e
+        return int(found)
 
     async def finder(self, topic: str, incarnation: int) -> Finder:
         """Return a finder for the topic in its current state."""
@@ -149,14 +473,14 @@ class BrokerConnection:
         return await self.finder(topic, incarnation)
 
     async def open_reader(self, topic: str, start: MessageId, ledgers: Ledgers) -> ReadsEntries:
-        # Pulsar's client limits the entries that it fetches ahead only by number.
+        # Pulsar's client, for stock topics, limits the entries that it fetches ahead only by number.
         of_size = QUEUE_BYTES * len(ledgers) // max(ledgers.size_bytes, 1)
         return await self._reader(topic, start, max(2, min(MAX_QUEUE_ENTRIES, of_size)))
 
     async def _reader(self, topic: str, start: MessageId, queue_entries: int) -> ReadsEntries:
-        if topic in self._native:
-            return await open_native_reader(self._brokers, topic, start)
-        return await open_reader(self._client, topic, start, queue_entries)
+        if (entry_format := self._formats.get(topic)) is not None:
+            return await open_reader(self._brokers, topic, start, entry_format)
+        return await open_client_reader(self._client, topic, start, queue_entries)
 
     async def stored(self, topic: str) -> StockEnds:
         """Return the stored entries of a topic that no sidecar writes. Raises TOPIC_NOT_FOUND."""

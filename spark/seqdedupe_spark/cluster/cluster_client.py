@@ -1,4 +1,4 @@
-"""What planning and tasks ask a sidecar for, from the brokers instead.
+"""Gives planning and tasks the same data as a sidecar's client, but reads it from Pulsar's brokers.
 
 `ClusterClient` answers the questions of planning. It reads a few entries of each topic. `read_stored` reads a range, in
 the process that needs the messages: `_LogReading` reads topics that a sidecar has written, and judges the entries by
@@ -11,7 +11,6 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
@@ -23,7 +22,7 @@ from seqdedupe.client.connection import Backoff
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.entry_properties import ENTRY, EntryPlace
 from seqdedupe.errors import DamagedError, NotFoundError, SeqdedupeError, UnavailableError, error
-from seqdedupe.format.columns import BASE_INDEX, PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.layout import BASE_INDEX, PUBLISH_TIME_MS, ROWS
 from seqdedupe.format.records import body_of, ownership
 from seqdedupe.log.contract import Entries
 from seqdedupe.log.pulsar import wholes
@@ -60,8 +59,8 @@ T = TypeVar("T")
 class ClusterClient:
     """Has the methods of `seqdedupe.client.blocking.Client` that planning uses. Each call opens a separate connection.
 
-    Every reader can determine where a topic ends, because a valid entry stays valid. More entries may follow at any
-    moment. Only the owner of the topic knows them.
+    Every reader can determine an end of a topic, because a valid entry stays valid. More entries may follow at any
+    moment. Only the owner of the topic knows these entries.
     """
 
     def __init__(
@@ -73,7 +72,8 @@ class ClusterClient:
         skips: bool,
         may_lose: bool,
     ) -> None:
-        """Use the topics of the namespaces for which `is_wanted` returns true, given their full names.
+        """Use the topics in these namespaces for which `is_wanted` returns true. `is_wanted` receives a topic's full
+        name.
 
         A topic that no sidecar writes is skipped or read. A job reads such a topic with its subscription. Other callers
         read it only with `may_lose`.
@@ -92,9 +92,7 @@ class ClusterClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         pass
 
     def topics(self) -> list[admin_pb2.Topic]:
@@ -253,7 +251,7 @@ async def _ends(finder: Finder) -> TopicEnds:
 
 
 async def _looked(connection: BrokerConnection, topic: str, find: Callable[[Finder], Awaitable[T]]) -> T:
-    """Return the result of `find` for a topic in its current state. Raises TOPIC_NOT_FOUND."""
+    """Call `find` with the current state of a topic, and return the result. Raises TOPIC_NOT_FOUND."""
     incarnation = await connection.incarnation(topic)
     finder = await connection.finder(topic, incarnation)
     while True:
@@ -379,8 +377,8 @@ class _LogReading:
         return finder.ledgers.message_id(before.at + 1), before.standing
 
     def _standing_before(self, entry: PulsarEntry, start: MessageId) -> TermStanding:
-        """Return the state of the terms before the entry that contains the start position. If the entry is the right
-        one, it is valid."""
+        """Return the state of the terms before the entry that contains the start position. If the entry contains the
+        start position, the entry is valid."""
         position = self._span.start
         place = EntryPlace.parse(entry.message.properties.get(ENTRY, ""))
         if entry.message_id != start or place is None or not _holds(entry, place, position):

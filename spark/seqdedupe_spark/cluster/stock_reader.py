@@ -1,4 +1,5 @@
-"""Reads a range of a topic that no sidecar writes: every entry, as the topic's ledgers count the entries.
+"""Reads a range of a topic that no sidecar writes. The entry numbers of the topic's ledgers show whether every entry
+was read.
 
 Begin with `StockReading`. If a broker does not deliver an entry to readers, the reader asks the broker for the reason
 (`explain`). It also asks which keys are bytes (`exact_keys`).
@@ -21,12 +22,13 @@ from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import size_of
-from seqdedupe.log.pulsar.reader import ReadsEntries, fields_of
+from seqdedupe.log.pulsar.reader import ReadsEntries
 from seqdedupe.message_id import MessageId, MessageIds
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import (
     STEP_BYTES,
     BrokerConnection,
+    fields_of,
     next_entries,
 )
 from seqdedupe_spark.ranges import TopicRange
@@ -204,7 +206,8 @@ class _EntryRun:
             )
 
     def take(self, entry: PulsarEntry, number: int) -> None:
-        """Add a message, unless it was added before: after a broker's crash some messages are delivered again."""
+        """Add a message. Ignore a message that was added before, because some messages are delivered again after a
+        broker's crash."""
         if number > self.due:
             self.due, self._rows = number, 0
         if number < self.due or number >= self._stop:
@@ -231,8 +234,8 @@ class _EntryRun:
 
 
 async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledgers) -> MessageId | None:
-    """Return the last entry that readers receive, of a topic that has entries. After it there are no entries, or only
-    entries that `explain` can explain.
+    """Return the last entry that readers of the topic receive. The topic must have entries. The returned entry is
+    followed by no entries, or only by entries that `explain` can explain.
 
     Return None if there is no such entry. Raises UNSUPPORTED_MESSAGE.
     """
@@ -264,9 +267,8 @@ async def last_readable(connection: BrokerConnection, topic: str, ledgers: Ledge
 async def explain(
     connection: BrokerConnection, topic: str, ledgers: Ledgers, numbers: range, first_chunk: MessageId | None
 ) -> list[MessageId]:
-    """Return if there is a reason why no reader receives these entries: they belong to aborted transactions, or are
-    markers or parts of chunked messages. The returned list contains the entries that end a message, which the client
-    has dropped.
+    """Check that there is a reason why no reader receives these entries: they belong to aborted transactions, or are
+    markers or parts of chunked messages. Return the entries that end a message that the client has dropped.
 
     `first_chunk` is the beginning of a message that the client has delivered after these entries. Raises
     POSITION_TRIMMED if an entry is trimmed, UNSUPPORTED_MESSAGE for an entry that cannot be read here, LOG_UNREADABLE
@@ -312,10 +314,10 @@ def _check_supported(topic: str, entry: MessageId, said: Mapping[str, str]) -> N
 
 
 async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence[PulsarEntry]) -> list[bytes | None]:
-    """Return the keys as their producers set them. Raises POSITION_TRIMMED if an entry is trimmed.
+    """Return the keys exactly as the producers set them. Raises POSITION_TRIMMED if an entry is trimmed.
 
-    Pulsar's client returns bytes in base64, and no key as an empty key. If a key may have either meaning, the broker is
-    asked for the entry.
+    Pulsar's client returns keys of bytes in base64, and returns an empty key for a message without a key. If a key may
+    have either meaning, the broker is asked for the entry.
     """
     keys: list[bytes | None] = [entry.message.key.encode() for entry in entries]
     unclear: dict[MessageId, list[int]] = {}

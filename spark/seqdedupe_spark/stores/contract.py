@@ -1,5 +1,5 @@
-"""The contract between a reader job and its store: rows and positions in one transaction. Then the common
-part of all stores.
+"""The contract between a reader job and its store, which writes rows and positions in one transaction. The common code
+of all stores follows.
 
 To write your own store, derive from `OutputStore`, implement its methods, and run the suite in
 `tests/spark/stores/conformance.py` against it. A job gets a `StoreFactory`, which Spark pickles. Every process opens
@@ -79,7 +79,7 @@ def check_format(version: int, place: str) -> None:
         raise error(
             "INVALID_OUTPUT",
             f"the positions in {place} have format {version}, but this version uses {FORMAT_VERSION}",
-            hint="Run the version that wrote them, or start again in another database or table.",
+            hint="Run the version that wrote the positions, or start again in another database or table.",
         )
 
 
@@ -95,10 +95,10 @@ def check_replacement(topic: str, expected: Stored | None, new: Stored) -> None:
 
 @dataclass(frozen=True)
 class Advance:
-    """The move of one topic's position over a range, planned in `epoch`.
+    """The move of one topic's position from the start to the end of a range. The range was planned in `epoch`.
 
-    `changed_watermarks` returns the watermarks that the range has raised. It is called when the last row of the
-    transaction has been taken.
+    `changed_watermarks` returns the watermarks that the range has raised. It is called after the last row of the
+    transaction was read.
     """
 
     range: TopicRange
@@ -225,7 +225,7 @@ class OutputStore(ABC):
         The block receives a function that inserts rows into the table, and checks every constraint. If the rows are
         refused, the function returns INVALID_OUTPUT. Then none of these rows is in the table, but all rows inserted
         before are. If the rows end the statement or the connection, the function returns UnavailableError, and possibly
-        no row is in the table. The function raises an error that is the database's own fault.
+        no row is in the table. The function raises errors for which the database is at fault.
 
         A store whose refusals always contain a place need not implement this method.
         """

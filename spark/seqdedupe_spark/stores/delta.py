@@ -124,7 +124,7 @@ def check_names(table: str, fields: Iterable[pa.Field]) -> None:
             )
         if (other := known.setdefault(field.name.lower(), field.name)) != field.name:
             what = f"table {table} cannot have both {other!r} and {field.name!r}: they are the same name for Delta"
-            raise error("INVALID_OUTPUT", what, hint="Give one of them another name in the transformation.")
+            raise error("INVALID_OUTPUT", what, hint="Rename one of these columns in the transformation.")
         check_names(table, [field.type.field(k) for k in range(field.type.num_fields)])
 
 
@@ -136,7 +136,9 @@ def check_features(table: str, found: DeltaTable) -> None:
     lacking = sorted(has & _UNSUPPORTED | {feature for name, feature in _MARKS.items() if name in names})
     if lacking:
         what = f"table {table} has features that this writer does not support: {', '.join(lacking)}"
-        raise error("INVALID_OUTPUT", what, hint="Give the job a table without them, or let it create the table.")
+        raise error(
+            "INVALID_OUTPUT", what, hint="Give the job a table without these features, or let the job create the table."
+        )
 
 
 def check_columns(table: str, schema: pa.Schema, there: pa.Schema, hint: str | None = None) -> None:
@@ -156,7 +158,7 @@ def check_partitions(table: str, names: Sequence[str], columns: pa.Schema) -> No
             raise error("INVALID_OUTPUT", what, hint="Give the column another name, or remove it from partitionBy.")
     what = f"table {table} cannot be partitioned by {', '.join(names)}"
     if len({name.lower() for name in names}) < len(names):
-        raise error("INVALID_OUTPUT", f"{what}: one of them occurs twice")
+        raise error("INVALID_OUTPUT", f"{what}: one column occurs twice")
     for name in names:
         if name not in columns.names:
             raise error("INVALID_OUTPUT", f"{what}: the rows have no column {name!r}")
@@ -200,7 +202,7 @@ def _check_names_a_folder(name: str, column: pa.Array) -> None:
 
 
 def room_for_folders(uri: str) -> int:
-    """Return the number of bytes in a data file's key that are left for the folders of the partitions."""
+    """Return how many bytes of a data file's key the partitions' folders may use."""
     _, _, folder = uri.removeprefix(SCHEME).partition("/")
     return MAX_KEY_BYTES - FILE_NAME_BYTES - len(folder) - len("//")
 
@@ -218,7 +220,7 @@ def check_keys(batch: pa.RecordBatch, partitions: Sequence[str], room_bytes: int
         )
         if len(folders.encode()) > room_bytes:
             what = f"the folders of {', '.join(partitions)} have more than {room_bytes} bytes together"
-            raise error("INVALID_OUTPUT", f"{what}: a key on S3 has no room for that", row=row)
+            raise error("INVALID_OUTPUT", f"{what}: a key on S3 cannot be that long", row=row)
 
 
 def _cast(kind: pa.DataType, column: pa.Array) -> pa.Array:
@@ -303,8 +305,8 @@ def transactions(job: str, topic: str, position: Position, checked: int) -> list
 
 
 def checked_version(found: DeltaTable, job: str, topics: Iterable[str]) -> int | None:
-    """Return the version up to which the job's commits have checked the table, as far as the transactions of these
-    topics show. Return None if the job has not begun, or its commits do not record this version."""
+    """Return the version up to which the job's commits have checked the table. The transactions of these topics contain
+    the version. Return None if the job has not begun, or its commits do not record this version."""
     said = [found.transaction_version(quote(job, safe=""))]
     for topic in topics:
         if (value := found.metadata().configuration.get(_of_topic(job, topic))) is not None:
@@ -321,7 +323,7 @@ def topics_of(found: DeltaTable, job: str) -> list[str]:
 
 def check_not_replaced(found: DeltaTable, job: str, stands: DeltaTable) -> None:
     """Raise OUTPUT_MISSING if the table was replaced: the job had positions in the version `stands`, and `found` lacks
-    its properties. A replacement loses properties, but keeps transactions."""
+    the job's properties. A replacement loses properties, but keeps transactions."""
     if _of_job(job) in found.metadata().configuration:
         return
     if _of_job(job) in stands.metadata().configuration or stands.transaction_version(quote(job, safe="")) is not None:

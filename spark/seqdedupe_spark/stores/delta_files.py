@@ -1,4 +1,5 @@
-"""The files of a Delta table: its log, commit by commit; on a disk, how they become durable; on S3, how it is opened.
+"""The files of a Delta table: reading the table's log commit by commit, making files on a disk durable, and opening
+tables on S3.
 
 Begin with `DeltaLog`.
 """
@@ -23,11 +24,11 @@ MAX_COMMIT_BYTES = 64 * 1024 * 1024
 
 
 class DeltaLog:
-    """The commits of one table. (For a version that is not the newest, `DeltaTable.history` returns the commits with
-    numbers of others. It also lets no other thread of this process run while it waits for a server.)"""
+    """The commits of one table. (`DeltaTable.history` is not used. For a version that is not the newest, it returns
+    commits with wrong numbers. It also blocks all other threads of this process while it waits for a server.)"""
 
     def __init__(self, uri: str) -> None:
-        """Raise INVALID_CONFIGURATION if the environment asks for another way of commits on S3."""
+        """Raise INVALID_CONFIGURATION if the environment sets another commit method for S3."""
         self.uri = uri
         self.options = _options_of(uri)
         """The options with which the table is opened; none on a disk."""
@@ -79,8 +80,8 @@ class DeltaLog:
         raise error("POSITION_WENT_BACK", f"{what}: it is not known which version has the positions", hint=hint)
 
     def sync(self, after: int, last: int) -> None:
-        """On a disk, make the commits after `after` and up to `last` durable, which delta-rs leaves to the operating
-        system: first the files that they add, then the commits.
+        """On a disk, make the commits after `after` and up to `last` durable, because delta-rs does not sync. First
+        sync the files that these commits add, then the commits.
 
         Raises OSError; and INVALID_OUTPUT if one of these files is not whole, as after a power cut, and no later commit
         has removed it from the table.
@@ -105,8 +106,8 @@ class DeltaLog:
             sync_folder(folder)
 
     def _added(self, after: int, last: int) -> dict[Path, tuple[int, int]]:
-        """Return the files that these commits add, and do not remove again, with their sizes and the versions that add
-        them."""
+        """Return the files that these commits add and do not remove again. For each file, return the size and the
+        version that adds the file."""
         added: dict[Path, tuple[int, int]] = {}
         for version in range(after + 1, last + 1):
             for action in self.commit(version):
@@ -121,7 +122,7 @@ class DeltaLog:
 
 
 def _sync_file(path: Path, size_bytes: int | None = None) -> bool:
-    """Make the file durable. Return whether it is there, and has that size."""
+    """Make the file durable. Return whether the file exists and has that size."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -157,14 +158,14 @@ _CODE = re.compile(r"<Code>(\w+)</Code>")
 
 
 def _options_of(uri: str) -> dict[str, str] | None:
-    """Return the options to open a table there; none for a file of this machine. Keys are not among them: each process
-    has its own keys, from its environment. Raises INVALID_CONFIGURATION if the environment asks for another way of
-    commits."""
+    """Return the options to open the table at this URL; no options for a folder of this machine. The options contain no
+    keys, because each process takes the keys from its environment. Raises INVALID_CONFIGURATION if the environment sets
+    another commit method."""
     if not uri.startswith(SCHEME):
         return None
     for name in _OTHER_WAYS:
         if os.environ.get(name):
-            what = f"{name} is set, but tables on S3 are committed to only by conditional PUTs"
+            what = f"{name} is set, but commits to tables on S3 use only conditional PUTs"
             raise error(
                 "INVALID_CONFIGURATION", what, hint=f"Remove {name} from the environment of driver and workers."
             )
@@ -178,8 +179,8 @@ def is_table_url(uri: str) -> bool:
 
 
 def plain(cause: object) -> str:
-    """Return the error text on one line. A server's answer is cut to its code: the rest may have the ID of the key. Its
-    URL is shown without the user."""
+    """Return the error text on one line. A server's answer is cut to its code, because the rest may contain the ID of
+    the key. The URL is shown without the user."""
     text = _USER.sub("", _COLOURS.sub(" ", str(cause)))
     code = _CODE.search(text)
     said = code[1] if code else ""

@@ -304,7 +304,7 @@ class GeneralStore(SqlStore[sa.Connection]):
         statement, rows = _insertion(table, batch)
 
         def take(some: Sequence[dict[str, Any]]) -> DBAPIError | None:
-            """Insert these rows. If the database refuses them, return the reason; then none of them is inserted."""
+            """Insert these rows. If the database refuses the rows, insert no row, and return the reason."""
             try:
                 with connection.begin_nested():
                     connection.execute(statement, some)
@@ -391,8 +391,8 @@ def _insertion(table: str, batch: pa.RecordBatch) -> tuple[sa.Insert, list[dict[
 
 
 def _first_refused(rows: Sequence[dict[str, Any]], take: Callable[[Sequence[dict[str, Any]]], object]) -> int:
-    """Return the number of the first row that `take` refuses. At least one row must be refused. The rows before it are
-    inserted, because the row may conflict with one of them."""
+    """Return the number of the first row that `take` refuses. At least one row must be refused. The earlier rows are
+    inserted, because the refused row may conflict with an earlier row."""
     first, count = 0, len(rows)
     while count > 1:
         half = count // 2

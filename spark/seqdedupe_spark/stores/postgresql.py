@@ -426,8 +426,8 @@ def _move(connection: Connection, job: str, moves: list[tuple[Advance, Watermark
 
 
 def _is_ours(failure: psycopg.errors.DivisionByZero) -> bool:
-    """Whether the division by zero is from our own statement, not from a trigger. For a trigger, PostgreSQL reports the
-    function as the context."""
+    """Return whether the division by zero occurred in our own statement, and not in a trigger. For a trigger,
+    PostgreSQL reports the function as the context."""
     return not failure.diag.context
 
 
@@ -450,8 +450,8 @@ def _begin(connection: Connection) -> str:
 
 
 def _check_landed(connection: Connection) -> None:
-    """Raise INVALID_OUTPUT if the tables that this transaction has written to, and our own tables, which it writes to
-    next, would not survive a crash of the server together."""
+    """Raise INVALID_OUTPUT unless all tables of this transaction survive a crash of the server together: the tables
+    that it has written to, and the job's own tables, which it writes to next."""
     statements = (
         f"{_begin(connection)}LOCK TABLE {POSITIONS}, {WATERMARKS} IN ROW EXCLUSIVE MODE; {POSTGRESQL_UNSAFE_WRITES}"
     )
@@ -462,7 +462,8 @@ def _check_landed(connection: Connection) -> None:
 
 
 class _Others:
-    """The sessions that wait for this transaction. `give_way` ends the transaction before a session waits for long."""
+    """Finds other sessions that wait for this transaction. If a session has waited for too long, `give_way` raises an
+    error, which ends the transaction."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection

@@ -314,7 +314,7 @@ def cells(stored: Stored) -> dict[str, object]:
 
 
 def from_cells(epoch: int, position: str) -> Stored:
-    """Return the stored state. The cells for epoch and position contain all of it."""
+    """Return the stored state. The cells for epoch and position contain the complete state."""
     return Stored(Position.parse(position), epoch)
 
 
@@ -332,7 +332,8 @@ def quoted(*parts: str) -> str:
 
 
 def json_texts(column: pa.Array) -> list[str | None]:
-    """Return maps, lists and structs as JSON. Maps become objects, bytes base64, times ISO 8601, and decimals text.
+    """Return maps, lists and structs as JSON. Maps are converted to objects, bytes to base64, times to ISO 8601, and
+    decimals to text.
 
     Raises KeyError if a map has a key twice, and TypeError or ValueError for values that JSON does not have, such as
     NaN.

@@ -23,15 +23,15 @@ _FORMS = (
 
 
 def from_url(url: str, *, create: bool = True) -> StoreFactory:
-    """Return a function that opens the store of this URL. The store is not opened yet. Without `create`, a SQLite file
-    must exist when it is opened.
+    """Return a function that opens the store of this URL. This function itself does not open the store. Unless `create`
+    is set, a SQLite file must exist when the store is opened.
 
     - `sqlite:///file.db` is relative to the folder in which the job is started. `sqlite:////folder/file.db` is
       absolute.
-    - `postgresql://user:password@host:port/database?…` is as for libpq.
+    - `postgresql://user:password@host:port/database?…` has the same form as for libpq.
     - `delta:///folder/table` or `delta+s3://bucket/folder/table`: the name of the output table must be `table`. The
       options are `?partitionBy=column,…&mergeSchema=true`.
-    - `database+driver://…` is for all other databases, as for SQLAlchemy.
+    - `database+driver://…` is for all other databases, in the form of SQLAlchemy.
 
     Raises ConfigurationError (INVALID_OPTION, UNSUPPORTED_STORE). The error never shows a password.
     """

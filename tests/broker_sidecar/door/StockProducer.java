@@ -47,7 +47,7 @@ import org.apache.pulsar.client.impl.MessageIdImpl;
  * acknowledge LABEL ID...           messages that were received
  * acknowledgeUpTo LABEL ID
  * refuse LABEL ID                   negatively
- * take LABEL COUNT                  acknowledges the next messages, without a sidecar's markers; answers their IDs
+ * take LABEL COUNT                  acknowledges the next messages; answers their IDs
  * seek LABEL ID                     `-`: to the beginning
  * leave LABEL                       closes the consumer
  * read LABEL TOPIC ID               a reader; answers the IDs from there to the end; `-`: from the earliest on
@@ -232,9 +232,10 @@ public class StockProducer {
         List<String> ids = new ArrayList<>();
         while (ids.size() < count) {
             Message<byte[]> message = consumer.receive();
-            if (!message.hasProperty("seqdedupe.kind")) {
-                ids.add(message.getProperty("number"));
+            if (message.hasProperty("seqdedupe.kind")) {
+                throw new IllegalStateException("a sidecar's own entry has come");
             }
+            ids.add(message.getProperty("number"));
             consumer.acknowledge(message);
         }
         return String.join(" ", ids);

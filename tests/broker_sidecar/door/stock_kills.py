@@ -27,7 +27,9 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import Sidecar
+from tests.broker_sidecar.door.several import WORKERS, first_of_free_ports, kill_worker
 from tests.broker_sidecar.door.stock_processes import RIGHT, StockProcess, Stored, Verdict, command_of
+from tests.broker_sidecar.test_workers import topics_of
 from tests.pulsar.owners import Cluster, quiet
 
 A_ROUND = 20
@@ -136,6 +138,11 @@ class Faults:
         self.counted["broker"] += 1
         self._broker.start()
 
+    def kill_worker(self) -> None:
+        [sidecar] = self._sidecars
+        kill_worker(sidecar, self._rng.randrange(WORKERS))
+        self.counted["worker"] += 1
+
     def unload(self) -> None:
         assert self._broker is not None
         asyncio.run(PulsarAdmin(AdminUrl(self._broker.admin_url)).unload(self._topic))
@@ -197,6 +204,20 @@ def round_at_sidecar(
         faults = Faults(rng, processes, [sidecar], "stock")
         run(faults, processes, f"pulsar://{address}", "stock", plan or forever(rng, ANY), kills)
         stored = stored_in(sidecar.address, "stock")
+        check_log([sidecar])
+    return result_of(faults, processes, stored)
+
+
+def round_at_workers(folder: Path, commands: Commands, seed: int, plan: Sequence[str]) -> Result:
+    """Workers of one sidecar. The clients know the door of the first, and the last has the topic."""
+    rng = random.Random(seed)
+    address = f"127.0.0.1:{first_of_free_ports(WORKERS)}"
+    [topic] = topics_of(WORKERS - 1, WORKERS, 1)
+    processes = processes_of(commands, folder, rng, PAUSE_MS)
+    with Sidecar(folder / "sidecar", workers=WORKERS, pulsar_listen=address) as sidecar:
+        faults = Faults(rng, processes, [sidecar], topic)
+        run(faults, processes, f"pulsar://{address}", topic, plan, A_ROUND)
+        stored = stored_in(sidecar.address, topic)
         check_log([sidecar])
     return result_of(faults, processes, stored)
 

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -48,6 +47,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     FeatureFlags,
     ServerError,
 )
+from tests.listener import Listener
 
 JWT = b"head.body.signature"
 TOPIC = "persistent://public/elsewhere/t"
@@ -66,13 +66,8 @@ class FakeBroker:
         self.has_more = asyncio.Event()
 
     async def start(self) -> None:
-        self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"pulsar://127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
-
-    def stop(self) -> None:
-        self.server.close()
-        for writer in self.writers:
-            writer.transport.abort()
+        self.listener = await Listener(self._serve).__aenter__()
+        self.url = f"pulsar://127.0.0.1:{self.listener.port}"
 
     def say(self, field: str, message: Message) -> None:
         self.writers[-1].write(command_frame(command_of(field, message)))
@@ -80,10 +75,9 @@ class FakeBroker:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.writers.append(writer)
         splitter = Splitter(1 << 24)
-        with suppress(OSError):
-            while data := await reader.read(65536):
-                for frame in splitter.feed(data):
-                    self._take(frame)
+        while data := await reader.read(65536):
+            for frame in splitter.feed(data):
+                self._take(frame)
 
     def _take(self, frame: PulsarFrame) -> None:
         match frame.field:
@@ -175,7 +169,7 @@ async def brokers() -> AsyncIterator[list[FakeBroker]]:
         await one.start()
     yield two
     for one in two:
-        one.stop()
+        await one.listener.close()
 
 
 @pytest.fixture
@@ -358,8 +352,7 @@ async def test_a_broken_connection_to_a_broker_ends_the_clients(
 async def test_without_a_broker_a_consumer_is_told_to_try_again(
     passing: BrokerPass, brokers: list[FakeBroker], client: FakeClient
 ) -> None:
-    brokers[0].stop()
-    await brokers[0].server.wait_closed()
+    await brokers[0].listener.close()
     assert await passing.announced() is None
     await passing.take(subscribe())
     request_id, e, _ = await client.error()

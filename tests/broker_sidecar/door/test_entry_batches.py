@@ -15,10 +15,10 @@ def test_a_schema_version_that_no_registry_makes_is_refused() -> None:
     entry = batch(1, 2)
     metadata = metadata_of(entry)
     metadata.schema_version = bytes(16)
-    assert len(rows_to_store(entry, metadata, MAX_BATCH_BYTES, None)) == 2
+    assert len(rows_to_store(entry, metadata, None)) == 2
     metadata.schema_version = bytes(17)
     with pytest.raises(SeqdedupeError, match="has a schema version of 17 bytes") as e:
-        rows_to_store(entry, metadata, MAX_BATCH_BYTES, None)
+        rows_to_store(entry, metadata, None)
     assert e.value.reason == "INVALID_REQUEST"
 
 

@@ -16,11 +16,13 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
 from tests.broker_sidecar.door.java_client import JavaClient, JavaFailed
+from tests.broker_sidecar.door.several import first_of_free_ports
 from tests.broker_sidecar.door.wire import door_of
 from tests.broker_sidecar.pausing import wait_for
 from tests.broker_sidecar.security.issuing import of_server
 from tests.broker_sidecar.security.showing import token_of
 from tests.broker_sidecar.security.test_certificates import tls_keys
+from tests.broker_sidecar.test_workers import topics_of
 from tests.tiers import PULSAR
 
 MEBIBYTE = 1 << 20
@@ -255,17 +257,21 @@ def test_control_without_deduplication_the_client_doubles(program: JavaClient, t
         pytest.fail("nothing was doubled: this shows nothing")
 
 
-def test_with_a_token_over_tls(program: JavaClient, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_with_a_token_over_tls(program: JavaClient, tmp_path: Path, workers: int) -> None:
+    """The door of the first of two workers sends the client to the second."""
     authority = trustme.CA()
     keys = tls_keys(tmp_path / "tls", of_server(authority)) | {"authentication": "token"}
     authority.cert_pem.write_to_path(tmp_path / "authority.pem")
-    with Sidecar(tmp_path / "sidecar", pulsar_listen="127.0.0.1:0", **keys) as sidecar:
-        url = f"pulsar+ssl://localhost:{door_of(sidecar).port}"
+    port = first_of_free_ports(workers)
+    (topic,) = topics_of(workers - 1, workers, 1)
+    with Sidecar(tmp_path / "sidecar", workers=workers, pulsar_listen=f"127.0.0.1:{port}", **keys) as sidecar:
+        url = f"pulsar+ssl://localhost:{port}"
         program.connect(url, "wrong", tmp_path / "authority.pem")
         with pytest.raises(JavaFailed, match="UNAUTHENTICATED"):
-            program.open("t")
+            program.open(topic)
         program.connect(url, token_of(sidecar), tmp_path / "authority.pem")
-        assert program.open("t") == ("p", -1)
+        assert program.open(topic) == ("p", -1)
         program.ask("send", "a", 0, 9)
         program.ask("flush", "a")
         assert program.ids() == list(range(10))
@@ -298,18 +304,20 @@ def test_consumers_and_readers(java: JavaClient, topic: str) -> None:
             java.ask("subscribe", "third", topic, "other", kind)
 
 
-def test_a_consumer_reads_on_over_a_kill(program: JavaClient, tmp_path: Path) -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with Sidecar(tmp_path, pulsar_listen=address) as sidecar:
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_consumer_reads_on_over_a_kill(program: JavaClient, tmp_path: Path, workers: int) -> None:
+    address = f"127.0.0.1:{first_of_free_ports(workers)}"
+    (topic,) = topics_of(workers - 1, workers, 1)
+    with Sidecar(tmp_path, workers=workers, pulsar_listen=address) as sidecar:
         program.connect(f"pulsar://{address}")
-        program.open("t")
+        program.open(topic)
         program.ask("send", "a", 0, 9)
         program.ask("flush", "a")
-        program.ask("subscribe", "c", "t", "s", "Exclusive")
+        program.ask("subscribe", "c", topic, "s", "Exclusive")
         assert program.ask("receive", "c", 5) == "0 1 2 3 4"
         program.ask("acknowledge", "c", 0, 1, 3)
         with Client(sidecar.address) as client:
-            wait_for(lambda: client.admin.cursors("t")[0].position.index == 1)
+            wait_for(lambda: client.admin.cursors(topic)[0].position.index == 1)
         sidecar.restart()
         # What the client has received before, it may still return.
         program.ask("send", "a", 10, 10)

@@ -10,7 +10,7 @@ from seqdedupe.client.blocking import Client
 from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import admin_pb2
 from tests.broker_sidecar import calls
-from tests.broker_sidecar.door.stock_kills import round_at_sidecar
+from tests.broker_sidecar.door.stock_kills import round_at_sidecar, round_at_workers
 from tests.broker_sidecar.door.stock_processes import RIGHT, command_of
 from tests.broker_sidecar.door.wire import door_of
 
@@ -105,6 +105,13 @@ def test_nothing_is_lost_or_doubled_over_kills(tmp_path: Path) -> None:
     found = round_at_sidecar(tmp_path, {"python": command_of("python", tmp_path)}, 1, plan)
     assert found.kills == 5
     assert found.acknowledged["python"] >= 250
+    assert found.verdicts == {"python": RIGHT}
+
+
+def test_nothing_is_lost_or_doubled_over_kills_of_workers(tmp_path: Path) -> None:
+    plan = ("kill_worker", "kill_client", "kill_worker", "kill_worker")
+    found = round_at_workers(tmp_path, {"python": command_of("python", tmp_path)}, 1, plan)
+    assert found.faults == {"worker": 3, "python": 1}
     assert found.verdicts == {"python": RIGHT}
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from broker_sidecar import kernels
+from broker_sidecar.door import pulsar_connection
 from broker_sidecar.door.entry_batches import ProducerSession
 from broker_sidecar.door.pulsar_connection import PulsarConnection
 from broker_sidecar.door.stock_producer import PendingEntry, StockProducer
 from broker_sidecar.shares import MAX_HELD_BYTES, NO_LIMITS, Budget, CallerLimits, Share, Use
 from seqdedupe.core.rule import DUP, UNKNOWN
 from seqdedupe.pulsar_wire.frames import command_frame, command_of, frame_of
-from seqdedupe.pulsar_wire.pulsar_api_pb2 import CommandSend, CommandSubscribe
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import BaseCommand, CommandPing, CommandPong, CommandSend, CommandSubscribe
 from seqdedupe.topic.frame import NONE_KNOWN, FrameReceipt
 from tests.broker_sidecar.door.wire import batch, single
 
@@ -177,6 +178,54 @@ def test_a_connection_that_has_closed_is_not_alive() -> None:
 
     closed: Any = SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: True), write=write)
     assert not asyncio.run(connection_of(closed).is_alive())
+
+
+PONG = command_frame(BaseCommand(type=BaseCommand.PONG, pong=CommandPong()))
+MORE = command_frame(BaseCommand(type=BaseCommand.PING, ping=CommandPing()))
+
+
+@pytest.mark.parametrize(
+    ("comes", "ends", "waits_because", "is_there"),
+    [
+        (MORE, True, None, False),
+        (MORE + PONG, False, None, True),
+        (MORE, False, None, True),
+        (b"", False, None, False),
+        (b"", False, "the client does not read", False),
+        (b"", False, "there is no room", True),
+    ],
+)
+async def test_whether_a_client_is_there(
+    monkeypatch: pytest.MonkeyPatch, comes: bytes, ends: bool, waits_because: str | None, is_there: bool
+) -> None:
+    """The control: the last data of a connection that its client had closed, and even its end, counted as an answer.
+    The client's next connection then did not get the producer's name."""
+    seconds = 900.0 if ends or comes.endswith(PONG) else 1.0 if comes else 0.0
+    monkeypatch.setattr(pulsar_connection, "ALIVE_SECONDS", seconds)
+    asked = asyncio.Event()
+    connection = connection_of(
+        SimpleNamespace(transport=SimpleNamespace(is_closing=lambda: False), write=lambda _: asked.set())
+    )
+    connection._reader = asyncio.StreamReader()
+
+    async def serve() -> None:
+        async for frame in connection._frames():
+            await connection._take(frame, cast(Any, None))
+        await connection._end()
+
+    serving = None if waits_because else asyncio.ensure_future(serve())
+    connection._is_draining = waits_because == "the client does not read"
+    await asyncio.sleep(0)
+    answer = asyncio.ensure_future(connection.is_alive())
+    await asked.wait()
+    if comes:
+        connection._reader.feed_data(comes)
+    if ends:
+        connection._reader.feed_eof()
+    assert (await answer) is is_there
+    if serving is not None:
+        serving.cancel()
+        await asyncio.wait([serving])
 
 
 def test_a_defect_in_a_request_ends_the_connection() -> None:

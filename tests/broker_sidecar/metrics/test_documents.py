@@ -223,9 +223,9 @@ def test_the_page_of_metrics_is_about_these(page: Page) -> None:
         if labels == {"topic"}:
             of_topics.add(name)
     assert rows == found
-    [of_topics_text] = re.findall(r"^The label of these is `topic`:\n(.*?)^These have", text, re.DOTALL | re.MULTILINE)
+    [of_topics_text] = re.findall(r"^These metrics have the label `topic`:\n(.*?)^These metrics", text, re.S | re.M)
     assert set(re.findall(r"^\| `(\w+)`", of_topics_text, re.MULTILINE)) == of_topics
-    [listed] = re.findall(r"Histograms are (.*?)\. All others are gauges", text, re.DOTALL)
+    [listed] = re.findall(r"Histograms are (.*?)\. All other metrics are", text, re.DOTALL)
     assert set(re.findall(r"`(\w+)`", listed)) == histograms
 
 

@@ -31,6 +31,7 @@ class PulsarTopic:
 
     def __init__(self, *, deduplicates: bool = True, clock_ms: Callable[[], int] | None = None) -> None:
         self.entries: list[PulsarEntry] = []
+        self.hidden: list[MessageId] = []
         self._deduplicates = deduplicates
         self._highest: dict[str, int] = {}
         self._sizes: dict[int, int] = {}
@@ -64,6 +65,17 @@ class PulsarTopic:
         self._now_ms = self._clock_ms() if self._clock_ms else self._now_ms + 1
         self.entries.append(PulsarEntry(message, message_id, self._now_ms, name, sequence_id))
         return message_id
+
+    def add_hidden(self) -> None:
+        """A broker stores an entry that it gives to no reader, and says that this one is the last."""
+        self.hidden.append(MessageId(self._ledger, self._entry))
+        self._entry += 1
+        self._sizes[self._ledger] = self._entry
+
+    @property
+    def last(self) -> MessageId:
+        """The last entry, as the broker says."""
+        return max([NO_RECEIPT, *self.hidden[-1:], *(entry.message_id for entry in self.entries[-1:])])
 
     def forget_from_now_on(self) -> None:
         """Takes all that comes for seen before, and stores nothing: as it does when a write to its disk has failed."""

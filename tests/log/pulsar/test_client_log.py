@@ -6,7 +6,7 @@ from pathlib import Path
 import pulsar
 from pulsar.asyncio import PulsarException
 
-from seqdedupe.log.pulsar.pulsar_client import client_logger, told
+from seqdedupe_spark.cluster.broker_connection import client_logger, told
 
 ROOT = Path(__file__).parents[3]
 CLIENTS = ("PulsarClient", "pulsar.Client", "pulsar.asyncio.Client")
@@ -21,7 +21,7 @@ def clients_made(path: Path) -> list[ast.Call]:
 def test_every_client_has_the_logger_that_is_not_pythons() -> None:
     assert isinstance(client_logger(), pulsar.FileLogger)
     made = [call for folder in SHIPPED for path in (ROOT / folder).rglob("*.py") for call in clients_made(path)]
-    assert len(made) >= 2
+    assert made
     for call in made:
         assert "client_logger()" in [ast.unparse(given.value) for given in call.keywords if given.arg == "logger"]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS, SCHEMA_VERSION, VERSION
 from seqdedupe.errors import DamagedError
-from seqdedupe.format.columns import OWNERSHIP, TERM
+from seqdedupe.format.layout import OWNERSHIP, TERM
 from seqdedupe.log.pulsar import entries
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
 from seqdedupe.log.pulsar.places import ENTRY_BYTES, size_of

@@ -78,6 +78,13 @@ def test_what_is_missing_is_an_error(is_packed: bool) -> None:
             received(example.Topic(), [*whole[:at], *whole[at + 1 :]], apart=2)
 
 
+def test_an_owner_without_its_marker_is_an_error() -> None:
+    """A door hides markers from consumers that do not ask for them. The owner's messages would be taken for void."""
+    first, second = (entries_of(term, SENT, 0, is_packed=False) for term in (1, 2))
+    with pytest.raises(ValueError, match="marker of term 2 is missing"):
+        received(example.Topic(), [*first, *second[1:]])
+
+
 def test_what_follows_a_hole_is_void() -> None:
     """No position is missing, only a number: it was refused."""
     first = entries_of(1, SENT, 0, is_packed=False)

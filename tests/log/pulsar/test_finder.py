@@ -235,9 +235,6 @@ def test_ledgers_count_their_entries() -> None:
     ids = [ledgers.message_id(at) for at in range(15)]
     assert ids == [MessageId(5, i) for i in range(10)] + [MessageId(7, i) for i in range(5)]
     assert [ledgers.ordinal(one) for one in ids] == list(range(15))
-    assert [ledgers.is_last(one) for one in (*ids, MessageId(7, 5), MessageId(9, 0))] == [False] * 14 + [True] + [
-        False
-    ] * 2
     assert [ledgers.before(one) for one in ids] == [MessageId(-1, -1), *ids[:-1]]
     assert ledgers.are_neighbours(MessageId(5, 9), MessageId(7, 0))
     for pair in ((ids[8], ids[10]), (ids[10], ids[9]), (MessageId(3, 0), ids[0]), (ids[14], MessageId(9, 0))):

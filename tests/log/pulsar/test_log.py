@@ -10,9 +10,11 @@ from seqdedupe.entry_properties import KIND, MARKER, MESSAGE, SCHEMA_VERSION, VE
 from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError
 from seqdedupe.limits import MAX_PAYLOAD_BYTES
 from seqdedupe.log.contract import Failure, Log
+from seqdedupe.log.pulsar import reader
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.log import PulsarLog, PulsarResources
 from seqdedupe.message_id import MessageId
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.log.batches import encoded_batch
 from tests.log.conformance import LogConformance, LogHarness, Owner, ids_of, parsed, replayed, what
 from tests.log.pulsar.client import StandInAdmin, StandInBrokers, StandInClient
@@ -31,17 +33,13 @@ class StandInHarness(LogHarness):
 
     def __init__(self, entry_format: EntryFormat, version: int = VERSION) -> None:
         self.topic = PulsarTopic(clock_ms=lambda: self.now_ms)
-        self.client = StandInClient(self.topic)
+        self.client = StandInClient(self.topic, is_native=entry_format is EntryFormat.NATIVE)
         self.admin = StandInAdmin(self.client)
         self._openings = itertools.count(1)
         self._format = entry_format
         self._version = version
         self.earlier: dict[str, int] = {}
         """What is known of producers before the first marker."""
-
-    def connect(self) -> Any:
-        """A client that waits."""
-        return StandInClient(self.topic)
 
     async def answers(self, address: str) -> bool:
         """Whether a sidecar does."""
@@ -51,11 +49,8 @@ class StandInHarness(LogHarness):
         async def claim(_: str, known: int) -> int:
             return next(number for number in self._openings if number > known)
 
-        client: Any = self.client
         brokers: Any = StandInBrokers(self.client)
-        return PulsarResources(
-            client, "one", address, lambda: self.now_ms, claim, self.admin, self.connect, self.answers, brokers
-        )
+        return PulsarResources("one", address, lambda: self.now_ms, claim, self.admin, self.answers, brokers)
 
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         settings = EntrySettings(self._format, "SEQUENCE_ID", 0, address, self._version)
@@ -124,19 +119,37 @@ async def test_a_ledger_that_rolls_over_splits_the_message_ids_of_a_batch(entry_
     await log.close()
 
 
-async def test_receipts_without_a_place_are_read_back() -> None:
-    harness = StandInHarness(EntryFormat.PLAIN)
+@BOTH
+async def test_an_end_that_no_reader_gets_is_no_obstacle(
+    entry_format: EntryFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's entry of Pulsar's own kind: a broker says that it is the last, and gives it to no reader."""
+    monkeypatch.setattr(reader, "LOOK_SECONDS", 0.01)
+    harness = StandInHarness(entry_format)
+    harness.topic.add(stock(), "a stranger", 7)
+    place = b""
+    for term in (1, 2, 3):
+        harness.topic.add_hidden()
+        harness.topic.roll_over()
+        harness.topic.add_hidden()
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            log = await harness.open(term - 1, place)
+            assert [what(one)[1] for one in await replayed(log) if one.rows] == list(range(term - 1))
+            owner = await Owner(log, term).open()
+            owner.append(term - 1, 1)
+            await owner.until_stored(1)
+        place = log.place_at(term)
+        assert (log.certain_index, log.earlier) == (term, {"a stranger": 7} if term == 1 else {})
+        await log.close()
+
+
+async def test_an_end_that_comes_late_is_no_such_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the test above: the broker is only slow."""
+    monkeypatch.setattr(reader, "LOOK_SECONDS", 0)
+    harness = StandInHarness(EntryFormat.NATIVE)
+    harness.topic.add(stock(), "a stranger", 7)
     log = await harness.open()
-    owner = await Owner(log, 1).open()
-    harness.client.receipt_of = lambda _: NO_RECEIPT
-    for i in range(5):
-        owner.append(2 * i, 2)
-    await owner.until_stored(5)
-    harness.client.receipt_of = lambda message_id: message_id
-    owner.append(10, 2)
-    await owner.until_stored(6)
-    told = [one for runs in owner.runs for one in ids_of(runs)]
-    assert told == [entry.message_id for entry in harness.topic.entries[1:]]
+    assert log.earlier == {"a stranger": 7}
     await log.close()
 
 
@@ -363,20 +376,6 @@ async def test_settling_ends_with_the_opening() -> None:
     await log.close()
     with pytest.raises(SeqdedupeError, match="INTERNAL"):
         log.append_control(b"")
-
-
-async def test_a_marker_without_a_place_is_looked_for() -> None:
-    harness = StandInHarness(EntryFormat.PLAIN)
-    harness.client.receipt_of = lambda _: NO_RECEIPT
-    log = await harness.open()
-    owner = await Owner(log, 1).open()
-    owner.append(0, 2)
-    await owner.until_stored(1)
-    harness.topic.forget_from_now_on()
-    with pytest.raises(UnavailableError, match="LOG_REFUSED"):
-        await Owner(log, 2).open()
-    assert [what(record) for record in await replayed(log)] == [("marker", 1, 0), ("batch", 0, 2)]
-    await log.close()
 
 
 async def test_a_marker_that_is_not_taken_lets_go_of_the_topic() -> None:

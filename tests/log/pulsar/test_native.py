@@ -10,17 +10,23 @@ from hypothesis import strategies as st
 from seqdedupe.batch import Batch, Binary
 from seqdedupe.entry_properties import CONTROL, KIND, MARKER
 from seqdedupe.errors import DamagedError, InvalidRequestError, SeqdedupeError, error
-from seqdedupe.format.columns import PUBLISH_TIME_MS
+from seqdedupe.format.layout import PUBLISH_TIME_MS
 from seqdedupe.log.pulsar import entries
+from seqdedupe.log.pulsar.broker_wire import TopicReader
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.native import MAX_ENTRY_ROWS, native_entry, wire_entry
-from seqdedupe.log.pulsar.native_topic import NativeReader
 from seqdedupe.log.pulsar.terms import Terms, TermStanding, TermVerdict
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, batch_of, rows_of
-from seqdedupe.pulsar_wire.compression import TYPES
 from seqdedupe.pulsar_wire.connection import StoredEntry, WirePlace
-from seqdedupe.pulsar_wire.frames import SEQDEDUPE_FIELD, WireEntry, entry_frame_bytes, metadata_of, stamped
+from seqdedupe.pulsar_wire.frames import (
+    COMPRESSIONS,
+    SEQDEDUPE_FIELD,
+    WireEntry,
+    entry_frame_bytes,
+    metadata_of,
+    stamped,
+)
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import NONE, CompressionType, MessageMetadata
 from seqdedupe.pulsar_wire.rows import NULL_VALUE
 from tests.batches import batch
@@ -66,7 +72,7 @@ def back(message: PulsarMessage, compression: CompressionType.ValueType = NONE) 
 
 
 @settings(max_examples=150)
-@given(histories(), st.sampled_from(TYPES))
+@given(histories(), st.sampled_from(COMPRESSIONS))
 def test_what_was_sent_comes_back(history: list[Batch], compression: CompressionType.ValueType) -> None:
     messages = messages_of(history)
     read = [back(message, compression) for message in messages]
@@ -273,7 +279,7 @@ class FakeReader:
         pass
 
 
-async def reader_of(*several: FakeReader) -> NativeReader:
+async def reader_of(*several: FakeReader) -> TopicReader:
     """One that gets these, one after the other."""
     left, starts = list(several), list[MessageId | None]()
 
@@ -281,7 +287,7 @@ async def reader_of(*several: FakeReader) -> NativeReader:
         starts.append(start)
         return left.pop(0)
 
-    reader = NativeReader(open_at, "t")
+    reader = TopicReader(open_at, "t", native_entry)
     await reader.open(None)
     return reader
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.log.pulsar import native_topic
-from seqdedupe.log.pulsar.entries import PulsarMessage
-from seqdedupe.log.pulsar.native import wire_entry
-from seqdedupe.log.pulsar.native_topic import NativeProducer, NativeReader
+from seqdedupe.log.pulsar import broker_wire
+from seqdedupe.log.pulsar.broker_wire import ExclusiveProducer, TopicReader
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
+from seqdedupe.log.pulsar.native import native_entry, wire_entry
 from seqdedupe.message_id import MessageId
-from seqdedupe.pulsar_wire.connection import WireReader, connect
+from seqdedupe.pulsar_wire.connection import Connection, WireReader, connect
 from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import ZLIB
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -33,8 +33,8 @@ async def test_a_closing_that_is_cancelled_leaves_no_connection(broker: FakeBrok
     """The broker does not answer. A connection that nobody closes would go on to answer its pings."""
     del broker.answers["close_producer"]
     connection = await connect(broker.url)
-    producer = NativeProducer(connection, "p")
-    await producer.open("t", {})
+    producer = ExclusiveProducer(connection, "p", EntryFormat.NATIVE)
+    await producer.open("t", {}, None)
     closing = asyncio.ensure_future(producer.close())
     await broker.until("close_producer")
     closing.cancel()
@@ -45,7 +45,7 @@ async def test_a_closing_that_is_cancelled_leaves_no_connection(broker: FakeBrok
 
 LARGE, SMALL = (
     message._replace(compression=ZLIB)
-    for message in native(1, 1, 0, batch([("p", 1)], payloads=[bytes(2 * native_topic.LARGE_BYTES)]))
+    for message in native(1, 1, 0, batch([("p", 1)], payloads=[bytes(2 * broker_wire.LARGE_BYTES)]))
     + native(1, 2, 1, batch([("p", 2)]))
 )
 
@@ -60,16 +60,16 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
             assert let_go.wait(LAST_RESORT_SECONDS)
         return wire_entry(message, *more)
 
-    monkeypatch.setattr(native_topic, "wire_entry", held)
+    monkeypatch.setattr(broker_wire, "wire_entry", held)
     yield let_go
     let_go.set()
 
 
-async def opened(broker: FakeBroker) -> NativeProducer:
+async def opened(broker: FakeBroker) -> ExclusiveProducer:
     connection = await connect(broker.url)
-    connection.max_message_bytes = 10 * native_topic.LARGE_BYTES
-    producer = NativeProducer(connection, "p")
-    await producer.open("t", {})
+    connection.max_message_bytes = 10 * broker_wire.LARGE_BYTES
+    producer = ExclusiveProducer(connection, "p", EntryFormat.NATIVE)
+    await producer.open("t", {}, None)
     return producer
 
 
@@ -98,11 +98,10 @@ async def test_an_entry_that_cannot_be_encoded_ends_the_producer(
     def fail(*_: Any) -> WireEntry:
         raise ValueError("it is not as it should be")
 
-    monkeypatch.setattr(native_topic, "wire_entry", fail)
+    monkeypatch.setattr(broker_wire, "wire_entry", fail)
     producer.send(LARGE, 0, lambda number, *_: ended.set_result(number))
     async with asyncio.timeout(LAST_RESORT_SECONDS):
         assert await ended == -1
-    assert not producer.is_connected
     await producer.close()
 
 
@@ -117,13 +116,34 @@ async def test_what_waits_for_a_thread_is_not_sent_after_the_end(broker: FakeBro
 
 async def test_without_a_broker_the_end_of_a_topic_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be down for hours. The topic would say nothing about it, and keep what it has for its reading."""
-    monkeypatch.setattr(native_topic, "OPEN_SECONDS", 0.3)
+    monkeypatch.setattr(broker_wire, "OPEN_SECONDS", 0.3)
 
     async def refuse(place: MessageId | None) -> WireReader:
         raise error("LOG_REFUSED", "the broker cannot be reached")
 
-    reader = NativeReader(refuse, "t")
+    reader = TopicReader(refuse, "t", native_entry)
     async with asyncio.timeout(5.0):
         with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
             await reader.is_at_end()
     await reader.close()
+
+
+async def test_a_reader_that_is_closed_while_it_opens_leaves_no_connection(broker: FakeBroker) -> None:
+    connections: list[Connection] = []
+    is_opening, go_on = asyncio.Event(), asyncio.Event()
+
+    async def open_at(_: MessageId | None) -> WireReader:
+        connections.append(await connect(broker.url))
+        is_opening.set()
+        await go_on.wait()
+        return WireReader(connections[-1], 1)
+
+    reader = TopicReader(open_at, "t", native_entry)
+    waiting = asyncio.ensure_future(reader.read())
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
+        await is_opening.wait()
+        await reader.close()
+        go_on.set()
+        with pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
+            await waiting
+    assert [connection.is_open for connection in connections] == [False]

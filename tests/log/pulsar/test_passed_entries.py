@@ -11,8 +11,7 @@ from seqdedupe.log.pulsar.native import MAX_ENTRY_ROWS, native_entry, wire_entry
 from seqdedupe.log.pulsar.writer import records_of_batch
 from seqdedupe.message_id import MessageId
 from seqdedupe.pulsar_wire.batches import EntryRow, EntryRows, SentEntry, rows_of, stored_batch
-from seqdedupe.pulsar_wire.compression import TYPES, compress
-from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
+from seqdedupe.pulsar_wire.frames import COMPRESSIONS, WireEntry, compress, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, NONE, ZLIB, ZSTD, CompressionType, MessageMetadata
 from seqdedupe.pulsar_wire.rows import KEY_IS_BASE64, NULL_KEY, NULL_VALUE
 from tests.log.pulsar.topics import SETTINGS, owner
@@ -88,7 +87,7 @@ def some_rows(draw: st.DrawFn) -> list[EntryRow]:
 
 
 @settings(max_examples=200)
-@given(some_rows(), st.sampled_from(TYPES))
+@given(some_rows(), st.sampled_from(COMPRESSIONS))
 def test_a_whole_batch_keeps_its_payload(rows: list[EntryRow], compression: CompressionType.ValueType) -> None:
     sent = sent_as(oracle.written(rows), len(rows), compression)
     [message] = messages(EntryRows.of(rows), sent)

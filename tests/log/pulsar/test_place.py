@@ -10,8 +10,9 @@ import pytest
 
 from seqdedupe.entry_properties import EntryOwner
 from seqdedupe.errors import DamagedError, PositionError, SeqdedupeError
+from seqdedupe.format.headers import ownership_of
 from seqdedupe.limits import Retention
-from seqdedupe.log.pulsar import content, places
+from seqdedupe.log.pulsar import content, entries, places
 from seqdedupe.log.pulsar import log as log_module
 from seqdedupe.log.pulsar import places as places_module
 from seqdedupe.log.pulsar.entries import EntryFormat
@@ -20,10 +21,11 @@ from seqdedupe.log.pulsar.places import MAX_POINTS, STEP_BYTES, Places, Point, t
 from seqdedupe.log.pulsar.terms import TermStanding
 from seqdedupe.message_id import MessageId
 from seqdedupe.testing import LAST_RESORT_SECONDS
+from tests.log.batches import encoded_batch
 from tests.log.conformance import Owner as OwnerOfLog
 from tests.log.conformance import parsed, replayed, what
 from tests.log.pulsar.test_log import BOTH, StandInHarness
-from tests.log.pulsar.topics import INCARNATION, marker
+from tests.log.pulsar.topics import INCARNATION, marker, stock
 
 PAYLOAD_BYTES = 8_000
 
@@ -67,6 +69,46 @@ async def test_without_a_snapshot_a_topic_whose_beginning_is_gone_is_no_state(
     assert "import" in caught.value.hint
     assert len(harness.topic.entries) == there
     assert harness.client.writer is None
+
+
+@BOTH
+@pytest.mark.parametrize("had_owner", [True, False], ids=["after an owner", "before the first owner"])
+async def test_entries_of_others_alone_are_no_beginning_of_a_topic_that_had_an_owner(
+    entry_format: EntryFormat, had_owner: bool
+) -> None:
+    """Otherwise the indexes of acknowledged messages would be given again."""
+    harness = StandInHarness(entry_format)
+    if had_owner:
+        await (await filled(harness, 3)).close()
+        harness.topic.roll_over()
+    harness.topic.add(stock(), "a stranger", 7)
+    if had_owner:
+        harness.topic.trim(1)
+    with pytest.raises(DamagedError, match="NO_STATE") if had_owner else nullcontext():
+        log = await harness.open()
+        assert (log.first_index, log.earlier) == (0, {"a stranger": 7})
+        await log.close()
+
+
+async def test_the_first_entry_of_another_sidecar_may_come_while_the_topic_is_opened() -> None:
+    harness = StandInHarness(EntryFormat.NATIVE)
+    one, other = await harness.open(), harness.log()
+    properties = harness.admin.properties
+    owners: list[OwnerOfLog] = []
+
+    async def slower(topic: str) -> dict[str, str]:
+        if not owners:
+            owners.append(OwnerOfLog(one, 1))
+            await owners[0].open()
+            owners[0].append(0, 1)
+            await owners[0].until_stored(1)
+        return await properties(topic)
+
+    harness.admin.properties = slower  # type: ignore[method-assign]
+    await other.begin(0)
+    assert other.certain_index == 1
+    await one.close()
+    await other.close()
 
 
 @pytest.mark.parametrize("known", [True, False])
@@ -197,13 +239,13 @@ async def test_what_retention_has_removed_is_trimmed_for_readers() -> None:
     for each in (log, reading):
         await each.snapshot_is_durable(each.place_at(200))
     assert await log.may_trim_to(200, Retention()) == 0
-    harness.topic.trim(ledgers=4)
+    harness.topic.trim(ledgers=5)
     # One learns it when it reads there, or where it stood, the other one when it looks, or is opened.
     for index in (0, 70):
         with pytest.raises(PositionError, match="POSITION_TRIMMED") as caught:
             await ids_from(reading, index, 200)
         first = int(caught.value.numbers["first_index"])
-        assert 100 <= first < 140
+        assert first == 124
         assert reading.first_index == first
     assert await ids_from(reading, first, 200) == list(range(first, 200))
     await reading.close()
@@ -221,6 +263,158 @@ async def test_what_retention_has_removed_is_trimmed_for_readers() -> None:
     assert [what(r)[1] for r in await replayed(log, first) if r.rows] == list(range(first, 200))
     with pytest.raises(PositionError):
         await log.locate(first - 1)
+    await log.close()
+
+
+@BOTH
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "opened again"])
+async def test_a_topic_begins_with_the_first_message_that_is_left(entry_format: EntryFormat, is_live: bool) -> None:
+    """Not with a point that was known after it: a reader that stands there must go on."""
+    harness = StandInHarness(entry_format)
+    log = await filled(harness, 60)
+    for first in (24, 49):
+        place = log.place_at(60)
+        await log.snapshot_is_durable(place)
+        if not is_live:
+            await log.close()
+        harness.topic.trim(1)
+        if not is_live:
+            log = await harness.open(60, place)
+            assert log.first_index == first
+        assert await ids_from(log, first, 60) == list(range(first, 60))
+        log._moves_at = 0
+        await log.snapshot_is_durable(place)
+        assert await log.may_trim_to(60, Retention()) == first
+        await log.trim(first)
+        assert log.first_index == first
+        with pytest.raises(PositionError, match="POSITION_TRIMMED"):
+            await log.locate(first - 1)
+        assert (await log.locate(first)).message_id.ledger_id == harness.topic.first_ledger
+        assert [what(one)[1] for one in await replayed(log, first) if one.rows] == list(range(first, 60))
+    await log.close()
+    assert harness.client.open_readers == 0
+
+
+async def check_beginning(harness: StandInHarness, log: PulsarLog, first: int, end: int) -> None:
+    """Without its first ledger, the topic begins with the message `first` when it is opened again."""
+    place = log.place_at(end)
+    await log.close()
+    harness.topic.trim(1)
+    log = await harness.open(end, place)
+    assert log.first_index == first
+    assert await ids_from(log, first, end) == list(range(first, end))
+    await log.close()
+
+
+async def test_what_was_void_is_no_beginning() -> None:
+    """An entry of an owner that another one had replaced: it has the index of a message that was acknowledged."""
+    harness = StandInHarness(EntryFormat.PLAIN)
+    harness.client.excludes = False
+    frozen, log = await harness.open(), await harness.open()
+    old = await OwnerOfLog(frozen, 1).open()
+    old.append(0, 1)
+    await old.until_stored(1)
+    owner = await OwnerOfLog(log, 2).open()
+    harness.topic.roll_over()
+    old.append(100, 1)
+    await old.until_failed()
+    for i in range(1, 6):
+        owner.append(i, 1)
+        await owner.until_stored(i)
+    await frozen.close()
+    await check_beginning(harness, log, 1, 6)
+
+
+@pytest.mark.parametrize("payload_bytes", [10, 5_000])
+async def test_what_was_void_is_no_beginning_even_if_it_leads_to_a_known_point(payload_bytes: int) -> None:
+    """It has the index of a message that is gone, and the next owner goes on after both."""
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await harness.open()
+    old = await OwnerOfLog(log, 1).open()
+    old.append(0, 1)
+    await old.until_stored(1)
+    replaced = await OwnerOfLog(log, 2).open()
+    replaced.append(1, 1)
+    await replaced.until_stored(1)
+    harness.topic.roll_over()
+    late = EntryOwner(INCARNATION, 1, ownership_of(old.token))
+    for message in entries.messages_of_part(late, 2, 1, encoded_batch(100, 1, payload_bytes)[0]):
+        harness.topic.add(message)
+    owner = await OwnerOfLog(log, 3).open()
+    for i in range(2, 6):
+        owner.append(i, 1)
+        await owner.until_stored(i - 1)
+    await check_beginning(harness, log, 2, 6)
+
+
+@BOTH
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "opened again"])
+async def test_what_is_left_of_an_earlier_owner_is_the_beginning(entry_format: EntryFormat, is_live: bool) -> None:
+    """Its marker is gone, and all of the later owners is small."""
+    harness = StandInHarness(entry_format)
+    log = await harness.open()
+    for term in range(1, 6):
+        owner = await OwnerOfLog(log, term).open()
+        for i in range(4):
+            if i == 2:
+                harness.topic.roll_over()
+            owner.append(4 * term - 4 + i, 1)
+            await owner.until_stored(i + 1)
+    place = log.place_at(20)
+    await log.snapshot_is_durable(place)
+    if not is_live:
+        await log.close()
+        log = await harness.open(20, place)
+    for first in (2, 6, 10):
+        harness.topic.trim(1)
+        log._moves_at = 0
+        await log.snapshot_is_durable(place)
+        assert await log.may_trim_to(20, Retention()) == first
+        assert await ids_from(log, first, 20) == list(range(first, 20))
+    await log.close()
+
+
+@BOTH
+@pytest.mark.parametrize("trimmed", [0, 1])
+async def test_no_later_place_needs_what_is_not_kept_any_more(entry_format: EntryFormat, trimmed: int) -> None:
+    """Also while the log is known further than what is merged: then no point is near."""
+    harness = StandInHarness(entry_format)
+    log = await harness.open()
+    owner = await OwnerOfLog(log, 1).open()
+    for i in range(16):
+        if i == 12:
+            place = log.place_at(12)
+            await log.snapshot_is_durable(place)
+            harness.topic.trim(trimmed)
+            log._moves_at = 0
+            await log.snapshot_is_durable(place)
+            await log.trim(await log.may_trim_to(12, Retention()))
+            assert log.first_index == 3 * trimmed
+        if i % 4 == 3:
+            harness.topic.roll_over()
+        owner.append(i, 1)
+        await owner.until_stored(i + 1)
+    place, log._moves_at = log.place_at(14), 0
+    await log.snapshot_is_durable(place)
+    harness.topic.retain_nothing()
+    await log.close()
+    log = await harness.open(14, place)
+    assert [what(one)[1] for one in await replayed(log, 13) if one.rows] == [13, 14, 15]
+    await log.close()
+
+
+async def test_readers_that_meet_what_is_gone_look_for_the_beginning_once() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    log = await filled(harness, 200)
+    await log.snapshot_is_durable(log.place_at(200))
+    place = log.place_at(200)
+    await log.close()
+    log = await harness.open(200, place)
+    harness.topic.trim(4)
+    before = harness.client.opened_readers
+    found = await asyncio.gather(*(log.read(i, 200, 1) for i in range(0, 90, 3)), return_exceptions=True)
+    assert {getattr(one, "reason", "") for one in found} == {"POSITION_TRIMMED"}
+    assert harness.client.opened_readers - before == len(found) + 1
     await log.close()
 
 

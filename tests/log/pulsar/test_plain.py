@@ -1,7 +1,6 @@
-"""`plain`: rows that are an entry each come back as they were, through the client's own messages too."""
+"""`plain`: rows that are an entry each come back as they were, also over Pulsar's wire."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +10,14 @@ from hypothesis import strategies as st
 from seqdedupe.batch import Batch
 from seqdedupe.entry_properties import ENTRY, MESSAGE, PREFIX, USER
 from seqdedupe.errors import DamagedError, InvalidRequestError
-from seqdedupe.format.columns import PUBLISH_TIME_MS, ROWS
+from seqdedupe.format.layout import PUBLISH_TIME_MS, ROWS
 from seqdedupe.limits import LINK_LEFT_OUT, MAX_EVENT_TIME_MS, MIN_EVENT_TIME_MS
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, PulsarMessage
+from seqdedupe.log.pulsar.native import single_entry, single_wire_entry
 from seqdedupe.log.pulsar.reader import Collector
 from seqdedupe.log.pulsar.terms import Terms, TermStanding
+from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.frames import metadata_of
 from tests.batches import batch
 from tests.log.pulsar.topics import all_rows, batches_in, collected, collector, ids_in, marker, owner, rows, stored
 
@@ -72,15 +74,15 @@ def itself(message: PulsarMessage) -> PulsarMessage:
     return message
 
 
-def through_the_client(message: PulsarMessage) -> PulsarMessage:
-    """What a reader gets of a message that was built as it is sent."""
-    writer: Any = pytest.importorskip("seqdedupe.log.pulsar.writer", exc_type=ImportError)
-    sent = writer.built(message, 0)
-    payload = None if sent.has_null_value() else sent.data()
-    return PulsarMessage(payload, sent.properties(), sent.partition_key(), sent.event_timestamp())
+def over_the_wire(message: PulsarMessage) -> PulsarMessage:
+    """What a reader gets of a message that was encoded as it is sent."""
+    sent = single_wire_entry(message, "seqdedupe-one-0", 7, 1_000, b"v")
+    metadata = metadata_of(sent)
+    assert (metadata.sequence_id, metadata.publish_time, metadata.schema_version) == (7, 1_000, b"v")
+    return single_entry(MessageId(1, 0), sent, metadata).message
 
 
-@pytest.mark.parametrize("way", [itself, through_the_client])
+@pytest.mark.parametrize("way", [itself, over_the_wire])
 def test_what_was_stored_comes_back(way: Callable[[PulsarMessage], PulsarMessage]) -> None:
     @settings(max_examples=150)
     @given(histories())

@@ -18,8 +18,6 @@ from tests.log.pulsar.test_log import TOPIC, StandInHarness
 
 EVICTS = {"policy": "consumer_backlog_eviction", "limitSize": 1, "limitTime": -1}
 UNSAFE: list[tuple[str, Any]] = [
-    ("deduplicationEnabled", False),
-    ("deduplicationSnapshotInterval", 120),
     ("retention", {"retentionTimeInMinutes": 0, "retentionSizeInMB": 0}),
     ("messageTTL", 1),
     ("backlogQuotaMap", {"destination_storage": EVICTS}),
@@ -35,7 +33,6 @@ UNSAFE: list[tuple[str, Any]] = [
 @pytest.fixture
 def harness(monkeypatch: pytest.MonkeyPatch) -> StandInHarness:
     monkeypatch.setattr(policies, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(policies, "CONNECTED_POLL_SECONDS", 0.005)
     return StandInHarness(EntryFormat.PLAIN)
 
 
@@ -70,27 +67,6 @@ async def test_what_becomes_unsafe_is_written_no_more_until_it_is_safe(
     assert not log._shared.looks.unsafe
     await log.close()
     assert not log._shared.looks.seen_at
-
-
-@pytest.mark.parametrize("entry_format", [EntryFormat.NATIVE, EntryFormat.PLAIN])
-async def test_what_nobody_sends_again_needs_no_deduplication_of_pulsars(
-    harness: StandInHarness, entry_format: EntryFormat
-) -> None:
-    """The control arm writes with Pulsar's client."""
-    of_format = StandInHarness(entry_format)
-    of_format.admin.policies |= {"deduplicationEnabled": False, "deduplicationSnapshotInterval": 120}
-    log = await of_format.open()
-    if entry_format is EntryFormat.PLAIN:
-        with pytest.raises(UnavailableError, match="LOG_REFUSED"):
-            await Owner(log, 1).open()
-        return
-    owner = await Owner(log, 1).open()
-    await until_looked(of_format.admin)
-    owner.append(0, 1)
-    await owner.until_stored(1)
-    of_format.admin.policies["messageTTL"] = 1
-    assert await owner.until_failed() is Failure.UNKNOWN
-    await log.close()
 
 
 async def test_a_look_that_fails_is_no_change(harness: StandInHarness) -> None:

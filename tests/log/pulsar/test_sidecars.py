@@ -58,7 +58,6 @@ def cluster() -> FakeAdmin:
         b1=TopicStats(
             (writes("seqdedupe-one-7", "one:1"),),
             0,
-            True,
             (
                 kept("seqdedupe-one", "one:1", 5, 50),
                 kept("seqdedupe-two-1", "two:1", 7, 70),
@@ -68,13 +67,13 @@ def cluster() -> FakeAdmin:
                 kept("pulsar.dedup"),
             ),
         ),
-        b2=TopicStats((writes("somebody", None),), 0, True, (kept("seqdedupe-one", "one:1", 1, 10),)),
-        c1=TopicStats((writes("seqdedupe-somebody-1", None),), 0, True, (kept("seqdedupe-three", "", 3, 4),)),
+        b2=TopicStats((writes("somebody", None),), 0, (kept("seqdedupe-one", "one:1", 1, 10),)),
+        c1=TopicStats((writes("seqdedupe-somebody-1", None),), 0, (kept("seqdedupe-three", "", 3, 4),)),
     )
 
 
 async def test_the_writer_of_native_entries_is_its_sidecar() -> None:
-    there = TopicStats((writes(f"seqdedupe-one-{RESERVED}3", "one:1"),), 0, True)
+    there = TopicStats((writes(f"seqdedupe-one-{RESERVED}3", "one:1"),), 0)
     [one] = await sidecars(FakeAdmin(b1=there), NAMESPACES)
     assert (one.name, one.addresses, one.topics_owned) == ("one", {"one:1"}, 1)
 
@@ -97,8 +96,8 @@ async def test_sidecars_are_seen_by_their_producers_and_subscriptions() -> None:
 
 async def test_two_sidecars_with_one_name_are_seen_by_their_addresses() -> None:
     admin = FakeAdmin(
-        b1=TopicStats((writes("seqdedupe-one-0", "here:1"),), 0, True, (kept("seqdedupe-one", "here:1"),)),
-        b2=TopicStats((writes("seqdedupe-one-1", "there:1"),), 0, True, (kept("seqdedupe-one", "here:1"),)),
+        b1=TopicStats((writes("seqdedupe-one-0", "here:1"),), 0, (kept("seqdedupe-one", "here:1"),)),
+        b2=TopicStats((writes("seqdedupe-one-1", "there:1"),), 0, (kept("seqdedupe-one", "here:1"),)),
     )
     [one] = await sidecars(admin, NAMESPACES)
     assert one.addresses == {"here:1", "there:1"}
@@ -131,8 +130,8 @@ async def test_who_is_no_sidecar_is_not_forgotten(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "stats"),
     [
-        ("three", TopicStats((writes("seqdedupe-three-0", "three:1"),), 0, True)),
-        ("three", TopicStats((), 0, True, (kept("seqdedupe-three", consumers=1),))),
+        ("three", TopicStats((writes("seqdedupe-three-0", "three:1"),), 0)),
+        ("three", TopicStats((), 0, (kept("seqdedupe-three", consumers=1),))),
     ],
 )
 async def test_one_that_is_connected_anywhere_is_not_forgotten(name: str, stats: TopicStats) -> None:

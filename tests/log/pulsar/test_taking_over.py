@@ -14,19 +14,18 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import native, taking_over
 from seqdedupe.log.pulsar.admin_url import StoredBefore
+from seqdedupe.log.pulsar.broker_wire import TopicReader
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
 from seqdedupe.log.pulsar.native import highest_id
-from seqdedupe.log.pulsar.reader import EntryReader
 from seqdedupe.log.pulsar.taking_over import NUMBERS, TAKEN_OVER, last_before, numbers_before, properties_of
 from seqdedupe.message_id import NOWHERE, MessageId
-from seqdedupe.pulsar_wire.batches import EntryKind, EntryRow, EntryRows, batch_of, chunk_of, range_of
-from seqdedupe.pulsar_wire.compression import TYPES
-from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
+from seqdedupe.pulsar_wire.batches import EntryKind, EntryRow, EntryRows, batch_of, range_of
+from seqdedupe.pulsar_wire.frames import COMPRESSIONS, WireEntry, metadata_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageMetadata
 from seqdedupe.store.db import Store
 from seqdedupe.store.parts import LogKind
 from seqdedupe.store.snapshots import Snapshots
-from seqdedupe.topic import directory
+from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
 from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.lives import PublishedTopics
@@ -45,7 +44,7 @@ from tests.pulsar_wire.test_stock_entries import recorded
 def test_the_highest_id_of_a_batch_of_every_compression_is_found(client: str) -> None:
     """The metadata of Python's client alone say 10."""
     batches = recorded(client, EntryKind.BATCH)
-    assert len(batches) == len(TYPES)
+    assert len(batches) == len(COMPRESSIONS)
     assert [highest_id(*pair) for pair in batches] == [30] * len(batches)
     assert [highest_id(*pair) for pair in recorded(client, EntryKind.SINGLE)] == [10, 20, 30]
 
@@ -61,7 +60,7 @@ def test_an_encrypted_batch_says_its_highest_id_by_its_metadata() -> None:
 def test_a_message_of_chunks_is_there_with_its_last_one() -> None:
     """A message whose last chunk is missing was never there: its producer sends it again."""
     chunks = recorded("java", EntryKind.CHUNK)
-    assert [chunk_of(metadata).number for _, metadata in chunks] == [0, 1]
+    assert [metadata.chunk_id for _, metadata in chunks] == [0, 1]
     assert [highest_id(*pair) for pair in chunks] == [-1, 7]
 
 
@@ -195,16 +194,16 @@ async def test_a_failure_behind_the_first_marker_forgets_no_producer(monkeypatch
     log = await harness.open()
     harness.topic.add(stock(), "p", 9)
     harness.topic.add(marker(1))
-    is_at_end, calls = EntryReader.is_at_end, 0
+    is_at_end, calls = TopicReader.is_at_end, 0
 
-    async def fails_behind_it(reader: EntryReader) -> bool:
+    async def fails_behind_it(reader: TopicReader) -> bool:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise error("LOG_UNREADABLE", "once")
         return await is_at_end(reader)
 
-    monkeypatch.setattr(EntryReader, "is_at_end", fails_behind_it)
+    monkeypatch.setattr(TopicReader, "is_at_end", fails_behind_it)
     with pytest.raises(UnavailableError):
         await replayed(log)
     assert [what(record) for record in await replayed(log)] == [("marker", 1, 0)]
@@ -264,7 +263,7 @@ async def test_who_creates_the_topic_meanwhile_gets_it(fails: bool, tmp_path: Pa
         )
         await topics.open_all()
         await topics.recover_all()
-        taking = asyncio.ensure_future(directory.take_over(topics, TOPIC))
+        taking = asyncio.ensure_future(listing.take_over(topics, TOPIC))
         await logs.begun.wait()
         creating = asyncio.ensure_future(topics.get_or_create(TOPIC))
         await asyncio.wait({creating}, timeout=0)

@@ -4,84 +4,90 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import pulsar
-import pulsar.asyncio
 import pytest
 
-from seqdedupe.errors import SeqdedupeError
+from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.log.pulsar import writer as writers
-from seqdedupe.log.pulsar.entries import PulsarMessage
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, PRODUCER_NAMES, Confirmed, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.connection import WirePlace, refusal_of
+from seqdedupe.pulsar_wire.frames import WireEntry, metadata_of
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Exclusive, ServerError
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 OPENING = 5
 FIRST_ID = OPENING << COUNTER_BITS
 LIMIT_SECONDS = LAST_RESORT_SECONDS
 
-Answer = Callable[[pulsar.Result, pulsar.MessageId], None]
-
-
-class Native:
-    """Keeps what is sent, and how to answer."""
-
-    def __init__(self) -> None:
-        self.answers: list[Answer] = []
-
-    def send_async(self, message: Any, answer: Answer) -> None:
-        assert f"seq={FIRST_ID + len(self.answers)}," in str(message)
-        self.answers.append(answer)
-
 
 class Producer:
-    """As the client's, where the writer looks at it."""
+    """Keeps what is sent."""
+
+    last_sequence_id = -1
+    schema_version = b""
 
     def __init__(self) -> None:
-        self._producer = Native()
+        self.sent = 0
         self.is_closed = False
 
-    def last_sequence_id(self) -> int:
-        return -1
+    def send(self, number: int, entry: WireEntry, *, rows: int) -> None:
+        assert number == metadata_of(entry).sequence_id == FIRST_ID + self.sent
+        assert rows == 1
+        self.sent += 1
 
     async def close(self) -> None:
         self.is_closed = True
-        raise pulsar.asyncio.PulsarException(pulsar.Result.AlreadyClosed)
+        raise error("LOG_REFUSED", "it is closed already")
 
 
 class Client:
-    """Refuses as it should, name by name, and then gives a producer."""
+    """Brokers, with one connection: they refuse as they should, name by name, and then give a producer."""
 
-    def __init__(self, *refusals: pulsar.Result) -> None:
+    def __init__(self, *refusals: ServerError.ValueType) -> None:
         self.names: list[str] = []
-        self.producer = Producer()
+        self.made = Producer()
+        self.is_open = False
         self._refusals = list(refusals)
 
-    async def create_producer(self, _: str, *, producer_name: str, access_mode: Any, **__: Any) -> Producer:
-        assert access_mode == pulsar.ProducerAccessMode.Exclusive
-        self.names.append(producer_name)
+    async def connection(self, _: str) -> "Client":
+        self.is_open = True
+        return self
+
+    async def producer(
+        self, _: str, on_receipt: Any, on_end: Any, *, name: str, access_mode: Any = Exclusive, **__: Any
+    ) -> Producer:
+        assert access_mode == Exclusive
+        self.names.append(name)
         if self._refusals:
-            raise pulsar.asyncio.PulsarException(self._refusals.pop(0), "such and such")
-        return self.producer
+            raise refusal_of("pulsar://host", self._refusals.pop(0), "such and such")
+        self.on_receipt, self.on_end = on_receipt, on_end
+        return self.made
+
+    async def close(self) -> None:
+        self.is_open = False
 
 
 async def opened(client: Any, settle: Callable[[SettledEntry], None], first_name_number: int = 6) -> EntryWriter:
     async def claim(_: int) -> int:
         return OPENING
 
-    return await open_writer(client, "topic", "one", first_name_number, claim, {}, settle)
+    return await open_writer(client, "topic", "one", first_name_number, claim, {}, settle, EntryFormat.PLAIN)
 
 
 class Sent:
     """A writer that has handed over this many entries."""
 
-    def __init__(self, writer: EntryWriter, native: Native) -> None:
+    def __init__(self, writer: EntryWriter, client: Client, settled: list[SettledEntry]) -> None:
         self.writer = writer
-        self.settled: list[SettledEntry] = []
-        self._native = native
+        self.settled = settled
+        self._client = client
 
-    def answer(self, number: int, result: pulsar.Result, ledger_id: int = 1, entry_id: int = -1) -> None:
-        place = pulsar.MessageId(-1, ledger_id, number if entry_id < 0 else entry_id, -1)
-        self._native.answers[number](result, place)
+    def answer(self, number: int) -> None:
+        self._client.on_receipt(FIRST_ID + number, WirePlace(1, number))
+
+    def fail(self, why: str) -> None:
+        self._client.on_end(error("LOG_REFUSED", why), ())
 
     async def until_settled(self, times: int) -> None:
         async with asyncio.timeout(LIMIT_SECONDS):
@@ -93,65 +99,54 @@ class Sent:
 async def sent(entries: int) -> Sent:
     client = Client()
     settled: list[SettledEntry] = []
-    made = Sent(await opened(client, settled.append), client.producer._producer)
-    made.settled = settled
+    made = Sent(await opened(client, settled.append), client, settled)
     made.writer.append([PulsarMessage(b"x", {})] * entries)
     return made
 
 
 async def test_a_busy_name_is_passed_over() -> None:
-    client = Client(*[pulsar.Result.ProducerBusy] * (PRODUCER_NAMES - 1))
+    client = Client(*[ServerError.ProducerBusy] * (PRODUCER_NAMES - 1))
     writer = await opened(client, lambda _: None)
     assert client.names == [f"seqdedupe-one-{number}" for number in (6, 7, 0, 1, 2, 3, 4, 5)]
     assert writer.name_number == 5
     await writer.close()
-    assert client.producer.is_closed
+    assert client.made.is_closed
+    assert not client.is_open
 
 
 @pytest.mark.parametrize(
-    ("result", "times", "reason"),
+    ("code", "times", "reason"),
     [
-        (pulsar.Result.ProducerBusy, PRODUCER_NAMES, "NOT_OWNER"),
-        (pulsar.Result.ProducerFenced, 1, "NOT_OWNER"),
-        (pulsar.Result.AuthorizationError, 1, "PULSAR_FORBIDS"),
-        (pulsar.Result.AuthenticationError, 1, "PULSAR_FORBIDS"),
-        (pulsar.Result.Timeout, 1, "LOG_REFUSED"),
-        (pulsar.Result.TopicNotFound, 1, "LOG_REFUSED"),
+        (ServerError.ProducerBusy, PRODUCER_NAMES, "NOT_OWNER"),
+        (ServerError.ProducerFenced, 1, "NOT_OWNER"),
+        (ServerError.AuthorizationError, 1, "PULSAR_FORBIDS"),
+        (ServerError.AuthenticationError, 1, "PULSAR_FORBIDS"),
+        (ServerError.ServiceNotReady, 1, "LOG_REFUSED"),
+        (ServerError.TopicNotFound, 1, "LOG_REFUSED"),
+        (ServerError.IncompatibleSchema, 1, "LOG_REFUSED"),
     ],
 )
-async def test_a_refusal_has_its_reason(result: pulsar.Result, times: int, reason: str) -> None:
-    client = Client(*[result] * times)
+async def test_a_refusal_has_its_reason(code: ServerError.ValueType, times: int, reason: str) -> None:
+    client = Client(*[code] * times)
     with pytest.raises(SeqdedupeError, match=reason):
         await opened(client, lambda _: None)
     assert len(client.names) == times
+    assert not client.is_open
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        pulsar.Result.Timeout,
-        pulsar.Result.ProducerFenced,
-        pulsar.Result.AlreadyClosed,
-        pulsar.Result.ChecksumError,
-        pulsar.Result.MessageTooBig,
-        pulsar.Result.ProducerQueueIsFull,
-        pulsar.Result.UnknownError,
-    ],
-)
-async def test_whatever_is_not_stored_is_unknown_and_so_is_all_after_it(result: pulsar.Result) -> None:
+async def test_whatever_is_not_stored_is_unknown_and_so_is_all_after_it() -> None:
     made = await sent(4)
-    made.answer(0, pulsar.Result.Ok)
+    made.answer(0)
     await made.until_settled(1)
     made.writer.was_read([MessageId(1, 0)])
-    made.answer(1, pulsar.Result.Ok)
-    made.answer(2, result)
-    made.answer(3, pulsar.Result.Ok)
+    made.answer(1)
+    made.fail("it is not the time")
     await made.until_settled(2)
     assert made.settled[0] == SettledEntry(None, MessageId(1, 0))
     assert made.settled[1].confirmed == Confirmed(1, MessageId(1, 1))
-    assert result.name in str(made.settled[1].failure)
+    assert made.settled[1].failure == "it is not the time"
     made.writer.append([PulsarMessage(b"later", {})])
-    made.answer(3, pulsar.Result.Ok)
+    made.answer(2)
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(made.settled) == 2, "something is settled after a failure"
@@ -161,7 +156,7 @@ async def test_whatever_is_not_stored_is_unknown_and_so_is_all_after_it(result: 
 async def test_answers_out_of_their_order_prove_nothing(order: tuple[int, int]) -> None:
     made = await sent(3)
     for number in order:
-        made.answer(number, pulsar.Result.Ok)
+        made.answer(number)
     await made.until_settled(1)
     assert made.settled[0].confirmed is None
     assert "was due" in str(made.settled[0].failure)
@@ -169,9 +164,9 @@ async def test_answers_out_of_their_order_prove_nothing(order: tuple[int, int]) 
 
 async def test_a_failure_is_told_while_something_is_doubtful() -> None:
     made = await sent(2)
-    made.answer(0, pulsar.Result.Ok, -1, 0)
+    made.answer(0)
     await made.until_settled(1)
-    made.answer(1, pulsar.Result.ProducerFenced)
+    made.fail("it is not the time")
     await made.until_settled(2)
     assert made.settled[1].confirmed is None
     assert made.settled[1].failure is not None
@@ -179,11 +174,11 @@ async def test_a_failure_is_told_while_something_is_doubtful() -> None:
 
 async def test_what_was_read_before_its_receipt_came_is_not_settled_twice() -> None:
     made = await sent(4)
-    made.answer(0, pulsar.Result.Ok)
+    made.answer(0)
     await made.until_settled(1)
     made.writer.was_read([MessageId(1, 0), MessageId(1, 1), MessageId(1, 2)])
     for number in (1, 2, 3):
-        made.answer(number, pulsar.Result.Ok)
+        made.answer(number)
     await made.until_settled(2)
     assert made.settled[1] == SettledEntry(Confirmed(1, MessageId(1, 3)))
 
@@ -195,7 +190,7 @@ async def test_answers_that_go_on_keep_the_time_out_away(monkeypatch: pytest.Mon
     monkeypatch.setattr(loop, "time", lambda: now)
     made.writer._last_answer_time = now
     now = writers.SEND_TIMEOUT_SECONDS - 1
-    made.answer(0, pulsar.Result.Ok)
+    made.answer(0)
     made.writer._take_answers()
     now = writers.SEND_TIMEOUT_SECONDS + 1
     made.writer._check_time()

@@ -48,13 +48,21 @@ def stored(
 
 
 def rows(
-    term: int, number: int, index: int, batch: Batch, whose: str = "", version: int = VERSION
+    term: int,
+    number: int,
+    index: int,
+    batch: Batch,
+    whose: str = "",
+    version: int = VERSION,
+    limit_bytes: int = MAX_ENTRY_BYTES,
 ) -> list[PulsarMessage]:
-    return list(entries.messages_of_part(owner(term, whose), number, index, batch.encode(), version=version))
+    return list(entries.messages_of_part(owner(term, whose), number, index, batch.encode(), limit_bytes, version))
 
 
-def packed(term: int, number: int, index: int, batch: Batch, now_ms: int = 1000) -> PulsarMessage:
-    return entries.packed_message(owner(term), number, index, now_ms, entries.encoded_part(batch))
+def packed(
+    term: int, number: int, index: int, batch: Batch, now_ms: int = 1000, limit_bytes: int = MAX_ENTRY_BYTES
+) -> PulsarMessage:
+    return entries.packed_message(owner(term), number, index, now_ms, entries.encoded_part(batch), limit_bytes)
 
 
 def native(term: int, number: int, index: int, batch: Batch, limit_bytes: int = MAX_ENTRY_BYTES) -> list[PulsarMessage]:

@@ -21,7 +21,7 @@ from tests.property.windows.model import Frame, Model
 
 CASES = 32
 """From seed 0 on, as the bugs are looked for."""
-PARTS = 4
+PARTS = 8
 
 CASES_OF_A_BUG = 100
 """This many without a failure, and the bug has not been found. The first one finds it, unless a change of the code has

@@ -2,8 +2,9 @@
 //
 //	main URL TOPIC FIRST LAST
 //
-// It publishes IDs from FIRST to LAST twice as producer `p`, and prints the IDs that a consumer of the subscription `s`
-// gets up to LAST, and those that a reader gets from the beginning up to LAST, a line for each.
+// It publishes IDs from FIRST to LAST twice as producer `p`, and prints a line for each of these: the IDs that a consumer
+// of the subscription `s` gets up to LAST, those that a consumer without a queue gets from the beginning up to LAST, and
+// those that a reader gets from the beginning until it has no next message.
 package main
 
 import (
@@ -51,6 +52,11 @@ func main() {
 		}
 		must(producer.Flush())
 	}
+	slow, err := client.Subscribe(pulsar.ConsumerOptions{
+		Topic: topic, SubscriptionName: "slow-" + os.Args[3], EnableZeroQueueConsumer: true,
+		SubscriptionInitialPosition: pulsar.SubscriptionPositionEarliest,
+	})
+	must(err)
 	reader, err := client.CreateReader(pulsar.ReaderOptions{Topic: topic, StartMessageID: pulsar.EarliestMessageID()})
 	must(err)
 	print(last, func() pulsar.Message {
@@ -60,19 +66,26 @@ func main() {
 		return message
 	})
 	print(last, func() pulsar.Message {
-		message, err := reader.Next(context.Background())
+		message, err := slow.Receive(context.Background())
 		must(err)
 		return message
 	})
+	ids := []string{}
+	for reader.HasNext() {
+		message, err := reader.Next(context.Background())
+		must(err)
+		ids = append(ids, string(message.Payload()))
+	}
+	fmt.Println(strings.Join(ids, " "))
 }
 
-// Prints the IDs, without a sidecar's markers.
+// Prints the IDs. A sidecar's own entries do not come.
 func print(last int64, next func() pulsar.Message) {
 	ids := []string{}
 	for {
 		message := next()
-		if _, isMarker := message.Properties()["seqdedupe.kind"]; isMarker {
-			continue
+		if kind, isOwn := message.Properties()["seqdedupe.kind"]; isOwn {
+			log.Fatalf("a %s has come", kind)
 		}
 		ids = append(ids, string(message.Payload()))
 		if ids[len(ids)-1] == strconv.FormatInt(last, 10) {

@@ -1,6 +1,6 @@
 """Real crashes: the relay killed while writers commit in any order, and PostgreSQL restored to an older state.
 
-Costs: one sidecar, one PostgreSQL of its own, about twenty relays one after the other; about 30 seconds.
+Costs: one sidecar, one PostgreSQL of its own, about ten relays one after the other; about 20 seconds.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from tests.processes import running
 from tests.services.outbox.conftest import NAME, Database, messages, payloads, relay_all
 from tests.services.restorable import Restorable
 
-KILLS = 16
+KILLS = 8
 WRITERS = 4
 ORDERS = 2
 _CHANGE = "UPDATE orders SET version = version + 1 WHERE number = %s RETURNING version"
