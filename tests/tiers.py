@@ -259,6 +259,10 @@ whether random histories get everywhere), what is compiled or installed from not
 are others here, and of a Spark driver, whom the demo kills too, of stock clients at the door the other ways of packing
 messages and what happens without a door, and benchmarks."""
 
+BEFORE_A_CHANGE: Mapping[str, int] = {}
+"""How many of the cases that stay `make test` runs, by the beginning of their node IDs. With `--whole`, as CI runs it,
+the suite has all of them."""
+
 
 class Service(NamedTuple):
     """A program that tests need and a machine may lack."""
@@ -320,23 +324,26 @@ def tier_of(path: str) -> str:
     return TIER_OF[max(fitting, key=len)]
 
 
-def divide(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests of the suite and those that run in the campaign alone, in their order.
+def divide(
+    items: Sequence[pytest.Item], staying: Mapping[str, int] | None = None
+) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that stay and the others, both in their order: without `staying`, by `STAYING`.
 
     For each family the cases that were collected first stay.
     """
-    suite: list[pytest.Item] = []
-    campaign: list[pytest.Item] = []
+    families = STAYING if staying is None else staying
+    stay: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     places = {item: place for place, item in enumerate(items)}
-    left = dict(STAYING)
+    left = dict(families)
     # Plugins may have shuffled; a file's own order is that of its parameters.
     for item in sorted(items, key=lambda item: item.nodeid):
         nodeid = item.nodeid  # pytest makes the string at each access
-        family = next((beginning for beginning in STAYING if nodeid.startswith(beginning)), None)
+        family = next((beginning for beginning in families if nodeid.startswith(beginning)), None)
         if family is not None:
             left[family] -= 1
-        (suite if family is None or left[family] >= 0 else campaign).append(item)
-    return sorted(suite, key=places.__getitem__), sorted(campaign, key=places.__getitem__)
+        (stay if family is None or left[family] >= 0 else others).append(item)
+    return sorted(stay, key=places.__getitem__), sorted(others, key=places.__getitem__)
 
 
 def needed_by(item: pytest.Item) -> Iterator[Service]:
