@@ -32,8 +32,7 @@ from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableErro
 from seqdedupe.functions import ending, traceback_of
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
-from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity
-from seqdedupe.functions.inputs import InputTopic
+from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity, InputTopic
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import publish_pb2
 
