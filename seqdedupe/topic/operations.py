@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
 from seqdedupe.core.rule import PERSISTED, PUSHED
@@ -237,9 +237,7 @@ async def state_by_id(topic: Topic, deduplication_id: bytes, room: Room = any_ro
         raise error("RECOVERING", f"the content of topic {topic.name} is being determined: {topic.why}")
     if topic.window is None:
         raise error("INVALID_REQUEST", f"topic {topic.name} is one of sequence IDs: name producer and sequence ID")
-    payload, one = Binary.of_all([b""]), Binary.of_all([deduplication_id])
-    batch = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payload, deduplication_ids=one)
-    frame = check_by_id(batch.encode())
+    frame = check_by_id(without_producers(Binary.of_all([deduplication_id]), Binary.of_all([b""])).encode())
     looked_up = await topic.ids.runs.look_up(frame.encoded)
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:
