@@ -1,4 +1,5 @@
-"""Facts about topics in the messages of `admin.proto`. The terminal and the web page show these facts alike."""
+"""Facts about topics in the messages of `admin.proto`. The terminal and the web page show these facts alike. Names that
+people enter for values of these messages."""
 
 from seqdedupe.errors import error
 from seqdedupe.figures import first_unread
@@ -12,6 +13,14 @@ ORDERS = {
     "snapshot": admin_pb2.STATISTICS_ORDER_SNAPSHOT,
 }
 """Orders by the names that people enter."""
+
+ENTRY_FORMATS = {
+    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
+    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
+    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
+    "native": admin_pb2.ENTRY_FORMAT_NATIVE,
+}
+"""Entry formats by name. The empty name stands for the sidecar's default, or for a topic without a format."""
 
 
 def state_name(state: int) -> str:

@@ -67,14 +67,9 @@ class Subject:
 _caller: ContextVar[Subject] = ContextVar("caller")
 
 
-def caller() -> Subject:
-    """Return the caller of the present call. Tasks that a handler starts keep this caller for their whole life.
+caller = _caller.get
+"""Return the caller of the present call. Tasks that a handler starts keep this caller for their whole life. Raises
+LookupError outside of a call."""
 
-    Raises LookupError outside of a call.
-    """
-    return _caller.get()
-
-
-def set_caller(subject: Subject) -> None:
-    """Set the caller of this task, and of tasks that it starts later."""
-    _caller.set(subject)
+set_caller = _caller.set
+"""Set the caller of this task, and of tasks that it starts later."""

@@ -28,13 +28,7 @@ from broker_sidecar.rpc import unary
 from broker_sidecar.security.permissions import Permissions
 from broker_sidecar.services.arrival_calls import ArrivalCalls
 from broker_sidecar.services.read_service import Cursors
-from broker_sidecar.services.statistics import (
-    ENTRY_FORMATS,
-    Statistics,
-    partitioned_to_proto,
-    policy_to_proto,
-    topic_to_proto,
-)
+from broker_sidecar.services.statistics import Statistics, partitioned_to_proto, policy_to_proto, topic_to_proto
 from broker_sidecar.services.transfer_calls import BackupCalls, TransferCalls
 from broker_sidecar.streams import Stream, Streams
 from seqdedupe.core.producers import Producers
@@ -51,6 +45,7 @@ from seqdedupe.topic.directory import Topics, delete, find, look_for
 from seqdedupe.topic.policy import DeduplicationRoute, Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
+from seqdedupe.topic_facts import ENTRY_FORMATS
 from seqdedupe.v1 import admin_pb2
 
 if TYPE_CHECKING:

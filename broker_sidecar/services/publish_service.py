@@ -409,10 +409,11 @@ class PublishService:
         shares = self._permissions.shares
         shares.check_rate(shares.of(caller().name), request.ByteSize(), time.monotonic())  # 1
         names, epochs = list(request.producer_names), list(request.epochs)
-        denied = await self.denied(topic_name(request.topic), names)  # 2
+        full = topic_name(request.topic)
+        denied = await self.denied(full, names)  # 2
         if not epochs:
             self._permissions.check_disk(self._topics)
-        topic = await self._topic_of(request, names, layout)  # 3
+        topic = await self._topic_of(full, names, layout, is_resume=bool(epochs))  # 3
         if self._topics.partitions_beside(topic.name):
             check_gap_policy(topic.name, topic.applied.gap)
         if denied:
@@ -449,22 +450,21 @@ class PublishService:
         short = error("NOT_ALLOWED", "the caller may not publish as this producer")
         return dict.fromkeys(places, short)
 
-    async def _topic_of(self, request: publish_pb2.OpenRequest, names: list[str], layout: Layout) -> Topic:
-        """Return the topic of an Open. Create it if necessary, unless the request will be refused."""
-        await self._topics.waiting.use(topic_name(request.topic))
+    async def _topic_of(self, full: str, names: list[str], layout: Layout, *, is_resume: bool) -> Topic:
+        """Return the topic of an Open, by its full name. Create it if necessary, unless the request will be refused."""
+        await self._topics.waiting.use(full)
         try:
-            return self._topics.get(request.topic)
+            return self._topics.get(full)
         except NotFoundError:
-            if request.epochs:
-                return await find(self._topics, request.topic)
-        full = topic_name(request.topic)
+            if is_resume:
+                return await find(self._topics, full)
         if whole_of(full) is not None:
             # A partition made by another process exists for every caller that may publish.
             with suppress(NotFoundError):
                 return await find(self._topics, full)
         await check_names(names)
         self._permissions.check_creates(full, self._topics.registry.names())
-        return await find_or_create(self._topics, request.topic, layout)
+        return await find_or_create(self._topics, full, layout)
 
     async def _publish(self, data: bytes, context: Context) -> bytes:
         try:

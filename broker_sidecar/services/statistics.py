@@ -28,6 +28,7 @@ from seqdedupe.topic.directory import Topics
 from seqdedupe.topic.policy import Applied, Policy
 from seqdedupe.topic.registry import Closed
 from seqdedupe.topic.topic import Topic
+from seqdedupe.topic_facts import ENTRY_FORMATS
 from seqdedupe.v1 import admin_pb2
 
 # -- Topics and policies as messages of `admin.proto`.
@@ -38,14 +39,6 @@ def policy_to_proto(policy: Policy | Applied) -> admin_pb2.TopicPolicy:
     message = admin_pb2.TopicPolicy()
     policy.fill(message)
     return message
-
-
-ENTRY_FORMATS = {
-    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
-    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
-    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
-    "native": admin_pb2.ENTRY_FORMAT_NATIVE,
-}
 
 
 WORST_FIRST = (

@@ -31,7 +31,7 @@ from seqdedupe.exports import (
 from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import is_namespace, partition_name, partition_of, topic_name
-from seqdedupe.topic_facts import is_routed_by_key
+from seqdedupe.topic_facts import ENTRY_FORMATS, is_routed_by_key
 from seqdedupe.v1 import admin_pb2
 
 T = TypeVar("T")
@@ -40,14 +40,6 @@ _LIST_SIDECARS = admin_pb2.ListSidecarsRequest()
 
 MOVE_TIMEOUT_SECONDS = 24 * 3600.0
 """The time limit for moving a topic, which may have a large log."""
-
-_ENTRY_FORMATS = {
-    "": admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
-    "plain": admin_pb2.ENTRY_FORMAT_PLAIN,
-    "packed": admin_pb2.ENTRY_FORMAT_PACKED,
-    "native": admin_pb2.ENTRY_FORMAT_NATIVE,
-}
-
 
 MODES = {
     "": admin_pb2.DEDUPLICATION_MODE_UNSPECIFIED,
@@ -127,7 +119,7 @@ class Admin:
             raise error("INVALID_REQUEST", f"{deduplication_mode!r} is no mode: sequence-id and deduplication-id are")
         if deduplication_route not in ROUTES:
             raise error("INVALID_REQUEST", f"{deduplication_route!r} is not a deduplication route: use id or key")
-        if entry_format not in _ENTRY_FORMATS:
+        if entry_format not in ENTRY_FORMATS:
             raise error("INVALID_REQUEST", f"{entry_format!r} is not an entry format: use plain, packed or native")
         given = admin_pb2.TopicPolicy(deduplication_enabled=deduplication_enabled)
         given.MergeFrom(policy or admin_pb2.TopicPolicy())
@@ -136,7 +128,7 @@ class Admin:
                 topic=topic_name(topic),
                 policy=given,
                 partitions=partitions,
-                entry_format=_ENTRY_FORMATS[entry_format],
+                entry_format=ENTRY_FORMATS[entry_format],
                 schema=schema,
                 deduplication_mode=MODES[deduplication_mode],
                 deduplication_route=ROUTES[deduplication_route],

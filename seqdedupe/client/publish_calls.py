@@ -20,7 +20,6 @@ from seqdedupe.client.pending import InFlightBatch, ReceiptColumns, Verdict
 from seqdedupe.errors import NEVER, SeqdedupeError, error
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.v1 import publish_pb2
-from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
 _NO_MESSAGE_ID = MessageId(-1, -1, -1)
 
@@ -169,6 +168,7 @@ def receipt_columns(receipt: Any) -> ReceiptColumns:
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 _PUBLISH_STREAM = "/seqdedupe.v1.PublishService/PublishStream"
+_OPEN = "/seqdedupe.v1.PublishService/Open"
 
 _GREETED = ((wire.GREETING, "1"),)
 """The metadata that asks for a greeting. Some proxies, such as nginx with TLS, hold headers back until a message
@@ -343,10 +343,7 @@ class Openings:
     async def _call(self, some: list[_Waiting]) -> list[OpenedSession | Exception]:
         """Return the answers, in the order of the names."""
         names, epochs = [one.name for one in some], [one.epoch for one in some if one.epoch is not None]
-        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
-        with typed_errors(self._address):
-            answer = await PublishServiceStub(self._channel).Open(request, timeout=CALL_TIMEOUT_SECONDS)
-            check_opened(answer, len(some))
+        answer = await open_sessions(self._channel, self._address, self._topic, names, epochs)
         self.term = max(self.term, answer.term)
         answers: list[OpenedSession | Exception] = [_opened(answer, place) for place in range(len(some))]
         for refusal in answer.refusals:
@@ -355,14 +352,26 @@ class Openings:
         return answers
 
 
-def check_opened(answer: publish_pb2.OpenResponse | None, names: int) -> None:
-    """Raise DecodeError if a sidecar cannot have sent this answer to a request with this number of names."""
-    if answer is None:
-        raise DecodeError("it cannot be decoded")
-    columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids
-    has_all = all(len(column) == names for column in columns)
-    if not answer.incarnation or not has_all or any(refusal.index >= names for refusal in answer.refusals):
-        raise DecodeError(f"it does not open {names} sessions")
+async def open_sessions(
+    channel: grpc.aio.Channel, address: SidecarAddress, topic: str, names: list[str], epochs: list[int]
+) -> publish_pb2.OpenResponse:
+    """Start sessions of these producer names, or resume the sessions with these epochs. Raises the error of the call,
+    and NOT_A_SIDECAR if a sidecar cannot have sent the answer."""
+    method = channel.unary_unary(
+        _OPEN,
+        request_serializer=publish_pb2.OpenRequest.SerializeToString,
+        response_deserializer=publish_pb2.OpenResponse.FromString,
+    )
+    request = publish_pb2.OpenRequest(topic=topic, producer_names=names, epochs=epochs)
+    with typed_errors(address):
+        answer: publish_pb2.OpenResponse | None = await method(request, timeout=CALL_TIMEOUT_SECONDS)
+        if answer is None:
+            raise DecodeError("it cannot be decoded")
+        columns = answer.epochs, answer.persisted, answer.persisted_indexes, answer.persisted_message_ids
+        has_all = all(len(column) == len(names) for column in columns)
+        if not answer.incarnation or not has_all or any(refusal.index >= len(names) for refusal in answer.refusals):
+            raise DecodeError(f"it does not open {len(names)} sessions")
+        return answer
 
 
 def _opened(answer: publish_pb2.OpenResponse, place: int) -> OpenedSession:

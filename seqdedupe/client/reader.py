@@ -30,7 +30,6 @@ from seqdedupe.figures import counted
 from seqdedupe.message_id import MessageId, MessageIds, Position, checked_index
 from seqdedupe.names import topic_name
 from seqdedupe.v1 import read_pb2
-from seqdedupe.v1.read_pb2_grpc import ReadServiceStub
 
 Start = Position | MessageId | int | Literal["earliest", "latest"]
 """Where to start: after a position or a message ID, at an index, with the first stored message, or with the next
@@ -40,6 +39,7 @@ A message ID alone must be from the embedded log, where it contains the index. F
 """
 
 _READ_STREAM = "/seqdedupe.v1.ReadService/ReadStream"
+_GET_LAST_MESSAGE_ID = "/seqdedupe.v1.ReadService/GetLastMessageId"
 _FIRST_DELAY_SECONDS = 0.02
 _LONGEST_DELAY_SECONDS = 2.0
 
@@ -309,10 +309,11 @@ class Reader(Messages):
     async def _look_at_the_ends(self, channel: grpc.aio.Channel) -> None:
         """Determine the position of "latest" and the end of the topic once, so that both stay the same after a
         reconnect."""
-        request = read_pb2.GetLastMessageIdRequest(topic=self.topic)
-        answer: read_pb2.GetLastMessageIdResponse | None = await ReadServiceStub(channel).GetLastMessageId(
-            request, timeout=CALL_TIMEOUT_SECONDS
-        )
+        answer: read_pb2.GetLastMessageIdResponse | None = await channel.unary_unary(
+            _GET_LAST_MESSAGE_ID,
+            request_serializer=read_pb2.GetLastMessageIdRequest.SerializeToString,
+            response_deserializer=read_pb2.GetLastMessageIdResponse.FromString,
+        )(read_pb2.GetLastMessageIdRequest(topic=self.topic), timeout=CALL_TIMEOUT_SECONDS)
         if answer is None or not answer.last.incarnation:
             raise DecodeError("it does not say where the topic ends")
         self._has_begun = True

@@ -110,8 +110,17 @@ def examine(directory: Path, each: Callable[[Examined], None] = lambda examined:
             found.journal_why = "; ".join(given_up)
             found.cures.append(GIVE_UP)
         for incarnation in sorted({*known, *folders}):
-            loaded = _Stored(known.get(incarnation), store)
-            topic = _topic_or_why(logs / str(incarnation), incarnation, loaded, found.store, replay, each)
+            folder, stored = logs / str(incarnation), _Stored(known.get(incarnation), store)
+            try:
+                topic = _topic(folder, incarnation, stored, found.store, replay, each)
+            except OSError as e:
+                # If the disk cannot read a file of this topic, the other topics are still examined.
+                if e.filename is None or not Path(e.filename).is_relative_to(folder):
+                    raise
+                name = stored.record.name if stored.record else topic_name(f"rebuilt-{incarnation}")
+                topic = TopicFindings(name, incarnation)
+                topic.disagreements.append(f"it cannot be looked at: {e}")
+                topic.cures.append(RESTORE)
             found.topics.append(topic)
         _check_shards(directory, found.topics)
         _check_names(found.topics)
@@ -162,28 +171,6 @@ def _open_store(folder: Path, found: Findings, opened: ExitStack) -> tuple[Store
         has_version = e.reason in ("NEWER_FORMAT", "OLDER_FORMAT")
         found.cures.append(e.hint if has_version else f"restore the directory from a backup; or {REBUILD}")
         return None, []
-
-
-def _topic_or_why(
-    folder: Path,
-    incarnation: int,
-    stored: _Stored,
-    store: StoreState,
-    replay: JournalReplay,
-    each: Callable[[Examined], None],
-) -> TopicFindings:
-    """Return the findings about a topic. If the disk cannot read a file of this topic, the other topics are still
-    examined."""
-    try:
-        return _topic(folder, incarnation, stored, store, replay, each)
-    except OSError as e:
-        if e.filename is None or not Path(e.filename).is_relative_to(folder):
-            raise
-        name = stored.record.name if stored.record else topic_name(f"rebuilt-{incarnation}")
-        found = TopicFindings(name, incarnation)
-        found.disagreements.append(f"it cannot be looked at: {e}")
-        found.cures.append(RESTORE)
-        return found
 
 
 def _topic(

@@ -13,30 +13,28 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol, TypeVar
 
+import grpc.aio
+
 from seqdedupe.client.client import Client
 from seqdedupe.client.connection import (
-    CALL_TIMEOUT_SECONDS,
     NOT_A_SIDECAR,
     Backoff,
     channel_to,
     error_of_reason,
     of_known_topic,
     refusal_error,
-    typed_errors,
 )
 from seqdedupe.client.message import Message
 from seqdedupe.client.pending import InFlightBatch
-from seqdedupe.client.publish_calls import StreamAnswer, check_opened, exchange, publish_call
+from seqdedupe.client.publish_calls import StreamAnswer, exchange, open_sessions, publish_call
 from seqdedupe.client.route import Route, Sidecars
 from seqdedupe.errors import NEVER, FencedError, SeqdedupeError, UnavailableError, error
 from seqdedupe.functions import ending, traceback_of
 from seqdedupe.functions.backlog import Backlog, Row
 from seqdedupe.functions.deployment import FunctionSettings
-from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity
-from seqdedupe.functions.inputs import InputTopic
+from seqdedupe.functions.identity import Callback, FunctionOutput, InputIdentity, InputTopic
 from seqdedupe.message_id import MessageId
 from seqdedupe.v1 import publish_pb2
-from seqdedupe.v1.publish_pb2_grpc import PublishServiceStub
 
 # -- The publisher of one topic. Until the process ends it opens sessions, sends and takes answers, and begins again
 # after any trouble.
@@ -130,16 +128,15 @@ class OutputPublisher:
     async def _connect(self) -> None:
         self.backlog.rewind()
         async with channel_to(self._sidecars, self._route.address) as channel:
-            stub = PublishServiceStub(channel)
-            await self._resume(stub)
+            await self._resume(channel)
             self.backlog.forget_idle()
-            await self._open(stub)
+            await self._open(channel)
             self._answered_at = time.monotonic()
             await exchange(
                 publish_call(channel),
                 self._route.address,
                 self._topic,
-                frames=lambda: self._frames_to_send(stub),
+                frames=lambda: self._frames_to_send(channel),
                 rows_of=self.backlog.rows_of,
                 take=self._take,
                 watch=self._watch,
@@ -147,13 +144,13 @@ class OutputPublisher:
 
     # -- sessions ----------------------------------------------------------------------------------------------
 
-    async def _resume(self, stub: PublishServiceStub) -> None:
+    async def _resume(self, channel: grpc.aio.Channel) -> None:
         """Resume the existing sessions. If another instance has taken a name, take the name back after a pause."""
         sessions = list(self.backlog.sessions().items())
         fenced = False
         for first in range(0, len(sessions), NAMES_PER_OPEN):
             some = dict(sessions[first : first + NAMES_PER_OPEN])
-            answer = await self._call_open(stub, list(some), list(some.values()))
+            answer = await self._call_open(channel, list(some), list(some.values()))
             refused = {refusal.index: refusal for refusal in answer.refusals}
             for place, name in enumerate(some):
                 if place not in refused:
@@ -167,10 +164,10 @@ class OutputPublisher:
             logger.info("another instance publishes to %s under the names of this one", self._topic)
             await asyncio.sleep(random.uniform(SHORTEST_TRUCE_SECONDS, LONGEST_TRUCE_SECONDS))
 
-    async def _open(self, stub: PublishServiceStub) -> None:
+    async def _open(self, channel: grpc.aio.Channel) -> None:
         """Start sessions for the names that have no session."""
         while names := self.backlog.unopened()[:NAMES_PER_OPEN]:
-            answer = await self._call_open(stub, names, [])
+            answer = await self._call_open(channel, names, [])
             for refusal in answer.refusals:
                 raise error_of_reason(refusal.reason, refusal.message, NEVER, {})
             if self._incarnation not in (0, answer.incarnation):
@@ -183,14 +180,10 @@ class OutputPublisher:
         return error("DATA_LOSS", f"the sidecar does not know the sessions that it has opened for {self._topic}: {why}")
 
     async def _call_open(
-        self, stub: PublishServiceStub, names: list[str], epochs: list[int]
+        self, channel: grpc.aio.Channel, names: list[str], epochs: list[int]
     ) -> publish_pb2.OpenResponse:
-        request = publish_pb2.OpenRequest(topic=self._topic, producer_names=names, epochs=epochs)
-        open_sessions: Any = stub.Open
         try:
-            with typed_errors(self._route.address):
-                answer: publish_pb2.OpenResponse = await open_sessions(request, timeout=CALL_TIMEOUT_SECONDS)
-                check_opened(answer, len(names))
+            answer = await open_sessions(channel, self._route.address, self._topic, names, epochs)
         except SeqdedupeError as e:
             if (doubted := self._route.doubted(e)) is not e:
                 raise doubted from e
@@ -201,13 +194,13 @@ class OutputPublisher:
 
     # -- the stream --------------------------------------------------------------------------------------------
 
-    async def _frames_to_send(self, stub: PublishServiceStub) -> list[InFlightBatch]:
+    async def _frames_to_send(self, channel: grpc.aio.Channel) -> list[InFlightBatch]:
         """Return the next frame. Waits until there is a frame to send."""
         while True:
             if (frame := self.backlog.next_frame()) is not None:
                 return [InFlightBatch(frame.number, frame.batch, 0)]
             if self.backlog.unopened():
-                await self._open(stub)
+                await self._open(channel)
             else:
                 self._work.clear()
                 await self._work.wait()

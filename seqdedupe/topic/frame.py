@@ -14,6 +14,7 @@ from itertools import islice
 import numpy as np
 
 from seqdedupe import batch as batches
+from seqdedupe.batch import NO_INT64S
 from seqdedupe.core.id_table import bad_id
 from seqdedupe.core.producers import NO_STREAM, Producers, are_all
 from seqdedupe.core.rule import NOT_DUP
@@ -90,8 +91,6 @@ _NOT_JUDGED = 0
 _FORBIDDEN = 1
 _ALLOWED = 2
 
-_NONE = np.zeros(0, np.int64)
-
 
 class Allowing:
     """The decisions about the producer names that one client may use in a topic. A name is judged once, until the
@@ -120,7 +119,7 @@ class Allowing:
         # Every frame whose names differ from the previous frame's passes here, and nearly always all names are allowed.
         is_of_these = self._numbers == self.producers.generation
         if is_of_these and are_all(self._judged, numbers, _ALLOWED):
-            return _NONE
+            return NO_INT64S
         if not is_of_these:
             self._judged[:], self._numbers = _NOT_JUDGED, self.producers.generation
         if len(self._judged) < len(self.producers):
@@ -136,22 +135,20 @@ class Allowing:
 
 # -- Frames.
 
-_NO_PRODUCERS = np.zeros(0, np.int64)
-
 
 @dataclass(slots=True)
 class NumbersCache:
     """The producers' numbers in the last frame of a stream. The next frame usually has the same list of names."""
 
     names: bytes = b""
-    numbers: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    numbers: Int64s = field(default_factory=lambda: NO_INT64S)
     generation: int = 0
     """The generation of the numbers, see `Producers`."""
     stream: int = NO_STREAM
     """The stream's number in its topic; a unary call has none."""
     allowing: Allowing | None = None
     """The producers under which the client may publish; None: all."""
-    forbidden: Int64s = field(default_factory=lambda: np.zeros(0, np.int64))
+    forbidden: Int64s = field(default_factory=lambda: NO_INT64S)
     """The numbers of the producers under which the client may not publish."""
     judged: int = 0
     """The generation of the judgements, see `Allowing`."""
@@ -211,7 +208,7 @@ def check_by_id(encoded: bytes, *, wants_keys: bool = False) -> Frame:
         raise error("INVALID_BATCH", f"the batch is not valid: {why}", hint="Give every message a key.")
     if size(at, PROPERTY_OFFSETS):
         _check_properties(view, places)
-    return Frame(encoded, view, places, _NO_PRODUCERS, at[ROWS], at[COLUMNS_END])
+    return Frame(encoded, view, places, NO_INT64S, at[ROWS], at[COLUMNS_END])
 
 
 def _has_keys(view: Uint8s, at: list[int]) -> bool:
@@ -325,8 +322,7 @@ def cut(frame: Frame, verdicts: Uint8s) -> Frame:
 
 # -- The answers of a topic to a frame.
 
-_NO_INDEXES = np.zeros(0, np.int64)
-NONE_KNOWN = (_NO_INDEXES, _NO_INDEXES, _NO_INDEXES)
+NONE_KNOWN = (NO_INT64S, NO_INT64S, NO_INT64S)
 """The last three columns of a `FrameReceipt` with only new rows. They are shared because this is the usual case, and
 each new array costs a call."""
 
@@ -342,9 +338,9 @@ class FrameReceipt:
     """The index of the first new row; -1 if no row is new."""
     runs: Runs = ()
     """The message IDs of the new rows, once they are stored."""
-    known_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
-    known_indexes: Int64s = field(default_factory=lambda: _NO_INDEXES)
-    imported_rows: Int64s = field(default_factory=lambda: _NO_INDEXES)
+    known_rows: Int64s = field(default_factory=lambda: NO_INT64S)
+    known_indexes: Int64s = field(default_factory=lambda: NO_INT64S)
+    imported_rows: Int64s = field(default_factory=lambda: NO_INT64S)
     """The rows with verdict DUP whose IDs were imported: no message of the topic has these IDs."""
     durable_at: int = 0
     """0: the new rows are durable. Otherwise they are only written, and become durable when the topic is durable up to

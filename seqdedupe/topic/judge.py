@@ -1,13 +1,16 @@
 """The judges. A judge decides about a frame before the frame is passed to the log, and tracks the outcome afterwards.
 
-Begin with `Judge`. There are two judges: `BySequenceId` uses the rule, and the links and epochs of producers;
-`ByDeduplicationId` uses only the IDs. A judge returns a refusal, or two things: the batch to append with its index, and
-the receipt to send once the batch is stored.
+There are two judges: `BySequenceId` uses the rule, and the links and epochs of producers; `ByDeduplicationId` uses only
+the IDs. A judge returns a refusal, or two things: the batch to append with its index, and the receipt to send once the
+batch is stored.
+
+Judges decide about frames in the order of arrival. After the decision, new rows count as in flight. New rows are
+confirmed in the same order, or fail together.
 """
 
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -56,9 +59,11 @@ from seqdedupe.topic.window_runs import LookedUp, WindowImported, WindowMemory, 
 MAX_PRODUCERS_IN_REFUSAL = 16
 
 
-class Judge(Protocol):
-    """Decides about frames in the order of arrival. After the decision, new rows count as in flight. New rows are
-    confirmed in the same order, or fail together."""
+class BySequenceId:
+    """The judge that uses the numbers of producers: links, epochs, and the rule."""
+
+    def __init__(self, producers: Producers) -> None:
+        self._producers = producers
 
     def decide(
         self,
@@ -79,33 +84,6 @@ class Judge(Protocol):
         `lone`, links may be omitted. `looked_up`: see `ByDeduplicationId.look_up`. An invalid frame causes a refusal,
         not an exception. Raises OutOfStepError.
         """
-
-    def confirm(self, frame: Frame) -> None:
-        """Confirm the oldest frame in flight, which is in the log."""
-
-    def fail(self) -> None:
-        """Fail everything in flight: these messages do not count as pushed any more."""
-
-
-class BySequenceId:
-    """The judge that uses the numbers of producers: links, epochs, and the rule."""
-
-    def __init__(self, producers: Producers) -> None:
-        self._producers = producers
-
-    def decide(
-        self,
-        encoded: bytes,
-        number: int,
-        cache: NumbersCache,
-        *,
-        next_index: int,
-        applied: Applied,
-        lone: bool,
-        check_log: Callable[[bytes], None],
-        looked_up: Any,
-    ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """See `Judge.decide`."""
         producers = self._producers
         try:
             frame = check(encoded, producers, cache)
@@ -135,11 +113,11 @@ class BySequenceId:
             raise OutOfStepError from e
 
     def confirm(self, frame: Frame) -> None:
-        """See `Judge.confirm`."""
+        """Confirm the oldest frame in flight, which is in the log."""
         self._producers.persist(frame.view, frame.places, frame.producer_rows)
 
     def fail(self) -> None:
-        """See `Judge.fail`."""
+        """Fail everything in flight: these messages do not count as pushed any more."""
         self._producers.fail_in_flight()
 
 
@@ -284,7 +262,7 @@ logger = logging.getLogger("seqdedupe.topic")
 
 
 class ByDeduplicationId:
-    """The `Judge` of a topic of deduplication IDs. It can decide as soon as the topic has a `window`.
+    """The judge of a topic of deduplication IDs. It can decide as soon as the topic has a `window`.
 
     `policy` returns the policy set for the topic. `imported` is the stored data of an import; `on_expired` is called
     when all imported IDs have expired. `take_snapshot`: see `WindowRuns`. `memory` is shared with other topics. Without
@@ -359,8 +337,9 @@ class ByDeduplicationId:
         check_log: Callable[[bytes], None],
         looked_up: LookedUp | None,
     ) -> tuple[Frame | None, FrameReceipt | Refusal]:
-        """See `Judge.decide`. DUP always has the index of the original message, except for an imported original. The
-        original may be a new row of the same frame. In this case the receipt is sent when the new row is stored."""
+        """See `BySequenceId.decide`. DUP always has the index of the original message, except for an imported original.
+        The original may be a new row of the same frame. In this case the receipt is sent when the new row is
+        stored."""
         window, now = self.begin(next_index), self.now()
         try:
             frame = check_by_id(encoded, wants_keys=self._policy().route is DeduplicationRoute.KEY)
@@ -389,12 +368,12 @@ class ByDeduplicationId:
             raise OutOfStepError from e
 
     def confirm(self, frame: Frame) -> None:
-        """See `Judge.confirm`."""
+        """See `BySequenceId.confirm`."""
         if self.window is not None:
             self.window.confirm(frame.rows)
 
     def fail(self) -> None:
-        """See `Judge.fail`."""
+        """See `BySequenceId.fail`."""
         if self.window is not None:
             self.window.fail()
 

@@ -12,12 +12,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from seqdedupe.batch import NO_INT64S, Batch, Binary
+from seqdedupe.batch import Binary, without_producers
 from seqdedupe.core.id_table import IMPORTED, NOWHERE
 from seqdedupe.core.producers import Producers
-from seqdedupe.core.rule import DURABLE_EPOCH, PERSISTED, PUSHED
+from seqdedupe.core.rule import PERSISTED, PUSHED
 from seqdedupe.errors import DamagedError, PositionError, error
-from seqdedupe.format.jit import Int64s
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.message_id import Position
 from seqdedupe.names import check_cursor_name, producer_name
@@ -48,16 +47,6 @@ class CheckNames(Protocol):
     def __call__(self, names: list[str], /, *, writes: bool) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """Some of the names in a call. Their sessions are in force, but may not be durable yet."""
-
-    opening: SessionStarts
-    names: int
-    durable_epochs: Int64s
-    """The durable epochs before the call."""
-
-
 async def open_sessions(
     topic: Topic,
     names: list[str],
@@ -85,7 +74,7 @@ async def open_sessions(
     if epochs is not None and len(epochs) != len(names):
         raise error("INVALID_REQUEST", f"epochs has {len(epochs)} values for {len(names)} producer names")
     parts = [slice(first, first + NAMES_A_STEP) for first in range(0, len(names), NAMES_A_STEP)]
-    begun: list[_Begun] = []
+    begun: list[SessionStarts] = []
     changes: list[asyncio.Future[None]] = []
     for part in parts:
         if begun:
@@ -122,7 +111,7 @@ async def _begin(
     epochs: list[int] | None,
     check: CheckNames,
     changes: "list[asyncio.Future[None]]",
-) -> _Begun:
+) -> SessionStarts:
     """Put the sessions of some names in force. If a record is needed to make them durable, the record is added to
     `changes`."""
     topic.check_serving()
@@ -140,19 +129,17 @@ async def _begin(
     if epochs is None and topic.sessions.term_is_used_up:
         topic.owner.begin_another_term()
     opening = topic.sessions.open(names, epochs)
-    durable_epochs = topic.producers.numbers[opening.numbers, DURABLE_EPOCH]
-    if (durable_epochs < opening.epochs).any():
+    if (opening.durable_epochs < opening.epochs).any():
         # Everything in flight is before this record in the log, and has settled when this record has settled.
         changes.append(topic.append_change(ProducerSessions(opening.names, opening.epochs)))
-    return _Begun(opening, len(names), durable_epochs)
+    return opening
 
 
-def _opened(topic: Topic, begun: _Begun) -> OpenAnswer:
+def _opened(topic: Topic, opening: SessionStarts) -> OpenAnswer:
     """Return the answer for some names, after all messages and records for which these names wait have settled."""
-    opening = begun.opening
-    answer = topic.sessions.opened(opening, begun.names)
+    answer = topic.sessions.opened(opening)
     if opening.is_resume and topic.producers.has_forgotten:
-        had_nothing = np.flatnonzero(begun.durable_epochs == NO_EPOCH)
+        had_nothing = np.flatnonzero(opening.durable_epochs == NO_EPOCH)
         gone = [opening.names[k] for k in had_nothing]
         topic.resumed_after_purge(gone)
         topic.sessions.note_forgotten(gone, opening.epochs[had_nothing])
@@ -250,9 +237,7 @@ async def state_by_id(topic: Topic, deduplication_id: bytes, room: Room = any_ro
         raise error("RECOVERING", f"the content of topic {topic.name} is being determined: {topic.why}")
     if topic.window is None:
         raise error("INVALID_REQUEST", f"topic {topic.name} is one of sequence IDs: name producer and sequence ID")
-    payload, one = Binary.of_all([b""]), Binary.of_all([deduplication_id])
-    batch = Batch(Binary(), NO_INT64S, NO_INT64S, NO_INT64S, payload, deduplication_ids=one)
-    frame = check_by_id(batch.encode())
+    frame = check_by_id(without_producers(Binary.of_all([deduplication_id]), Binary.of_all([b""])).encode())
     looked_up = await topic.ids.runs.look_up(frame.encoded)
     index = topic.window.index_of(frame.view, frame.places)
     if index >= topic.confirmed_index:

@@ -63,18 +63,18 @@ def encoded_names(names: list[str], known: Producers | None = None) -> list[byte
 
 @dataclass(frozen=True, slots=True)
 class SessionStarts:
-    """The sessions that an Open starts or resumes. `refusals` is indexed by place; all other columns contain only the
-    names that are not refused."""
+    """The sessions that an Open starts or resumes. They are in force, but may not be durable yet. `refusals` is indexed
+    by place; all other columns contain only the names that are not refused."""
 
     places: Int64s
     """The places of the names in the list of the call."""
 
     names: list[bytes]
-    numbers: Int64s
-    """The producers' numbers when the call started."""
     epochs: Int64s
     earlier_epochs: Int64s
     """The epochs of the previous sessions; NO_EPOCH where there was none."""
+    durable_epochs: Int64s
+    """The durable epochs when the call started."""
     refusals: dict[int, SeqdedupeError]
     """By place in the call: FENCED, INVALID_EPOCH."""
     is_resume: bool
@@ -156,15 +156,15 @@ class Sessions:
         accepted = [encoded[place] for place in places]
         numbers = self._producers.add_all(accepted)
         given = np.array([epochs[place] for place in places], np.int64)
-        earlier = self._producers.numbers[numbers, EPOCH]
+        earlier, durable = self._producers.numbers[numbers[:, None], [EPOCH, DURABLE_EPOCH]].T
         self._producers.open(numbers, given)
         if not is_resume:
             self.forget(accepted)
-        return SessionStarts(np.array(places, np.int64), accepted, numbers, given, earlier, refusals, is_resume)
+        return SessionStarts(np.array(places, np.int64), accepted, given, earlier, durable, refusals, is_resume)
 
-    def opened(self, opening: SessionStarts, names: int) -> OpenAnswer:
-        """Return the answer to an Open of `names` names. Call this after everything for which the Open waits has
-        settled."""
+    def opened(self, opening: SessionStarts) -> OpenAnswer:
+        """Return the answer to an Open. Call this after everything for which the Open waits has settled."""
+        names = len(opening.places) + len(opening.refusals)
         answer = OpenAnswer([0] * names, [-1] * names, [-1] * names, dict(opening.refusals))
         if not opening.is_resume:
             had = np.flatnonzero(opening.earlier_epochs != NO_EPOCH)

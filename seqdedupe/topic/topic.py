@@ -32,7 +32,7 @@ from seqdedupe.topic import control
 from seqdedupe.topic.base import State, TopicBase
 from seqdedupe.topic.control import STATED_A_RECORD, Change, CursorChange, ProducerSessions, Purge, Reset
 from seqdedupe.topic.frame import Admitted, Changing, Flight, FrameReceipt, NumbersCache, OutOfStepError, Refusal, Reply
-from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId, Judge
+from seqdedupe.topic.judge import ByDeduplicationId, BySequenceId
 from seqdedupe.topic.keeper import Keeper, producers_of
 from seqdedupe.topic.owner import Owner, RunsOf, Table
 from seqdedupe.topic.policy import BYTES_A_MB, Applied, Policy
@@ -131,7 +131,7 @@ class Topic(TopicBase):
     # -- 1. admit ----------------------------------------------------------------------------------------------
 
     @property
-    def judge(self) -> Judge:
+    def judge(self) -> BySequenceId | ByDeduplicationId:
         """The judge that decides about a frame in this topic."""
         return self.by_sequence_id if self.ids.window is None else self.ids
 

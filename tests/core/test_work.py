@@ -70,11 +70,12 @@ def opens(producers: Any, name: str) -> None:
     sessions = Sessions(producers)
     sessions.begin_term(5, bytes(RANDOM_BYTES))
     opening = sessions.open([name], None)
-    producers.confirm_sessions(opening.numbers, opening.epochs, None, 7)
-    answer = sessions.opened(opening, 1)
+    numbers = producers.find_all(opening.names)
+    producers.confirm_sessions(numbers, opening.epochs, None, 7)
+    answer = sessions.opened(opening)
     assert answer.epochs == opening.epochs.tolist()
     changed, _, epochs, _ = producers.collect_dirty()
-    assert (changed.tolist(), epochs.tolist()) == (opening.numbers.tolist(), opening.epochs.tolist())
+    assert (changed.tolist(), epochs.tolist()) == (numbers.tolist(), opening.epochs.tolist())
 
 
 @pytest.mark.parametrize("name", ["p77", "new"])

@@ -13,8 +13,7 @@ from seqdedupe.client.message import StoredBatch
 from seqdedupe.entry_properties import SCHEMA_VERSION_OF
 from seqdedupe.errors import PositionError, SeqdedupeError, error
 from seqdedupe.functions import pipeline
-from seqdedupe.functions.identity import InputSource
-from seqdedupe.functions.inputs import InputTopic
+from seqdedupe.functions.identity import InputSource, InputTopic
 from seqdedupe.message_id import MessageId, MessageIds, Position
 from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.v1 import admin_pb2

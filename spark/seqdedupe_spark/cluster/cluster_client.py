@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Ite
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, Self, TypeVar
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -267,17 +267,6 @@ async def _looked(connection: BrokerConnection, topic: str, find: Callable[[Find
 # -- Reading a range.
 
 
-class RangeReading(Protocol):
-    """The progress of reading a range. Reading can continue from this progress with another connection."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all of the range was read."""
-
-    def steps(self, connection: BrokerConnection, /) -> AsyncGenerator[Sequence[StoredBatch], None]:
-        """Yield the messages that are still to be read. Raises UnavailableError for temporary failures."""
-
-
 def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float | None) -> Iterator[StoredBatch]:
     """Do the same as `seqdedupe_spark.range_reader.read_stored`. The rule of terms decides which of a sidecar's entries
     are valid."""
@@ -291,7 +280,7 @@ def read_stored(cluster: PulsarCluster, span: TopicRange, timeout_seconds: float
 
 
 async def _read_on(
-    cluster: PulsarCluster, span: TopicRange, reading: RangeReading, timeout_seconds: float | None
+    cluster: PulsarCluster, span: TopicRange, reading: "StockReading | _LogReading", timeout_seconds: float | None
 ) -> AsyncGenerator[Sequence[StoredBatch], None]:
     """Yield the messages of the range. After a temporary failure, try again from the place that was reached."""
     backoff, heard = Backoff(0.05, 5.0), time.monotonic()
@@ -310,7 +299,8 @@ async def _read_on(
 
 
 class _LogReading:
-    """The progress of reading a range of a topic that a sidecar writes."""
+    """The progress of reading a range of a topic that a sidecar writes. Reading can continue from this progress with
+    another connection. `StockReading` is the same for other topics."""
 
     def __init__(self, span: TopicRange) -> None:
         self._span = span
