@@ -111,6 +111,27 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
         "advertised_pulsar_address",
         {"workers": 2, "pulsar_listen": "[::]:6651", "allow_insecure_listen": True},
     ),
+    "a door of workers that is everywhere, in short": (
+        "advertised_pulsar_address",
+        {"workers": 2, "pulsar_listen": "0:6651", "allow_insecure_listen": True},
+    ),
+    "a door for clients that is everywhere": (
+        "advertised_pulsar_address",
+        {"pulsar_listen": "127.0.0.1:6651", "advertised_pulsar_address": "[::0]:6651"},
+    ),
+    "workers that are everywhere, in short": (
+        "advertised_address",
+        {"workers": 2, "listen": "0:6660", "allow_insecure_listen": True},
+    ),
+    "doors everywhere among the ports of workers": (
+        "pulsar_listen",
+        {
+            "workers": 10,
+            "pulsar_listen": "0:6651",
+            "advertised_pulsar_address": "gate:6651",
+            "allow_insecure_listen": True,
+        },
+    ),
     "ports of workers that do not exist": ("pulsar_listen", {"workers": 2, "pulsar_listen": "127.0.0.1:65535"}),
     "workers at ports that do not exist": (
         "advertised_pulsar_address",
