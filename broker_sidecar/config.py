@@ -307,6 +307,7 @@ _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 LISTENING = ("listen", "also_listen", "metrics_listen", "pulsar_listen")
 """The keys with addresses at which the sidecar listens."""
 _ADVERTISED = ("advertised_address", "advertised_pulsar_address")
+_MAY_BE_SOCKETS = ("listen", "also_listen", "advertised_address")
 
 
 def problems_of(config: Config) -> Problems:
@@ -378,9 +379,9 @@ def _check_listen(config: Config) -> Problems:
 
 def _check_metrics_listen(config: Config) -> Problems:
     if config.metrics_listen:
-        address = _address(config, "metrics_listen", "host:port")
+        address = _address(config, "metrics_listen")
         if address.path:
-            yield _no_address(config, "metrics_listen", "host:port")
+            yield _no_address(config, "metrics_listen")
         yield from _check_reach(config, "metrics_listen", address, "neither encrypts nor authenticates")
 
 
@@ -393,13 +394,13 @@ def _check_pulsar_listen(config: Config) -> Problems:
     if config.pulsar.serve_consumers and config.log != "pulsar":
         yield invalid("pulsar.serve_consumers", "has no effect without log = 'pulsar'")
     if config.advertised_pulsar_address:
-        reached = _address(config, "advertised_pulsar_address", "host:port")
+        reached = _address(config, "advertised_pulsar_address")
         if reached.is_everywhere or not reached.port:
             why = f"is {config.advertised_pulsar_address!r}: clients cannot connect to this address"
             yield invalid("advertised_pulsar_address", why)
-    address = _address(config, "pulsar_listen", "host:port")
+    address = _address(config, "pulsar_listen")
     if address.path:
-        yield _no_address(config, "pulsar_listen", "host:port")
+        yield _no_address(config, "pulsar_listen")
     elif (config.workers > 1 or config.shards) and address.is_everywhere and not config.advertised_pulsar_address:
         why = f"is needed: pulsar_listen = {config.pulsar_listen!r} is no address that clients can connect to"
         yield invalid("advertised_pulsar_address", why)
@@ -501,14 +502,15 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
 )
 
 
-def _address(config: Config, name: str, should_be: str = "host:port or unix:/path") -> SidecarAddress:
+def _address(config: Config, name: str) -> SidecarAddress:
     try:
         return SidecarAddress.parse(getattr(config, name))
     except SeqdedupeError as e:
-        raise _no_address(config, name, should_be) from e
+        raise _no_address(config, name) from e
 
 
-def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
+def _no_address(config: Config, name: str) -> SeqdedupeError:
+    should_be = "host:port or unix:/path" if name in _MAY_BE_SOCKETS else "host:port"
     return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from broker_sidecar.config import KEYS, Config, load
+from broker_sidecar.config import KEYS, Config, examine, load
 from seqdedupe.cli.commands import cli
 from seqdedupe.cli.common import DATABASE_VARIABLE
 from seqdedupe.client.credentials import VARIABLES
@@ -203,6 +203,16 @@ def test_a_value_that_cannot_be_is_named(case: str) -> None:
     assert e.value.reason == "INVALID_CONFIGURATION"
     assert e.value.message.startswith(key)
     assert e.value.numbers["key"] == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["listen", "also_listen", "metrics_listen", "pulsar_listen", "advertised_address", "advertised_pulsar_address"],
+)
+def test_an_address_that_several_checks_need_is_named_once(name: str) -> None:
+    given = {"pulsar_listen": "127.0.0.1:6650"} | {name: "nowhere"}
+    _, problems = examine(None, {}, {"data_directory": "a", "workers": 2, **given})
+    assert [problem.numbers["key"] for problem in problems] == [name]
 
 
 @pytest.mark.parametrize(
