@@ -102,7 +102,8 @@ def test_nobody_but_the_owner_serves_a_topic(three: Sidecar, open_wire: OpenWire
     answers = []
     for door in doors_of(three):
         wire = open_wire(door)
-        commands = [wire.produce(name)]
+        wire.ask_for_producer(name)
+        commands = [wire.next()]
         if commands[0].type == BaseCommand.PRODUCER_SUCCESS:
             wire.send(0, single(0))
             assert ids_of(wire.receipts(1)) == [0]
@@ -177,7 +178,7 @@ def test_each_worker_counts_its_own_clients(start_sidecar: StartSidecar, open_wi
     listen = f"127.0.0.1:{first_of_free_ports(2)}"
     sidecar = start_sidecar(workers=2, pulsar_listen=listen, metrics_listen=f"127.0.0.1:{metrics}")
     door = doors_of(sidecar)[1]
-    assert open_wire(door).produce(topics_of(1, 2, 1)[0]).type == BaseCommand.PRODUCER_SUCCESS
+    open_wire(door).produce(topics_of(1, 2, 1)[0])
     found = []
     for worker in range(2):
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics + worker}/metrics") as answer:
@@ -237,7 +238,7 @@ def test_a_client_that_resends_to_a_worker_that_was_killed(
         wait_until_owner_is_known(asked, name)
         owner = asked.look_up(name).lookupTopicResponse.brokerServiceUrl.removeprefix("pulsar://")
         wire = open_wire(SidecarAddress.parse(owner))
-        assert wire.produce(name).type == BaseCommand.PRODUCER_SUCCESS
+        wire.produce(name)
         for number in range(3):
             wire.send(number, single(number))
         assert ids_of(wire.receipts(3)) == [0, 1, 2]
@@ -395,7 +396,7 @@ def test_an_owner_without_a_door_is_told(start_two: Callable[..., list[Sidecar]]
     assert found.response == CommandLookupTopicResponse.Failed
     assert f"belongs to the sidecar at {second.address}, which has no door" in found.message
     assert "Set pulsar_listen at all processes" in found.message
-    assert wire.produce(other).error.error == ServerError.ServiceNotReady
+    assert wire.refused(other).error == ServerError.ServiceNotReady
 
 
 # -- sidecars without shards
@@ -435,7 +436,7 @@ def test_clients_follow_a_topic_that_is_moved(
     here.start()
     wire = open_wire(door_of(here))
     assert wire.look_up("t").lookupTopicResponse.response == CommandLookupTopicResponse.Connect
-    assert wire.produce("t").error.error == ServerError.ServiceNotReady
+    assert wire.refused("t").error == ServerError.ServiceNotReady
 
 
 def test_a_topic_that_has_moved_twice_is_found(tmp_path: Path, open_wire: OpenWire) -> None:
