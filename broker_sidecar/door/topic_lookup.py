@@ -115,7 +115,7 @@ class AskedOwner:
             self._is_silent = False
             return answer
         except SeqdedupeError as e:
-            was_silent, self._is_silent = self._is_silent, e.reason in ("UNREACHABLE", "OUTCOME_UNKNOWN")
+            was_silent, self._is_silent = self._is_silent, e.reason in {"UNREACHABLE", "OUTCOME_UNKNOWN"}
             # A refusal of this sidecar's own token says nothing about the client's token.
             if not self._is_silent and e.reason not in ("UNAUTHENTICATED", "TOKEN_EXPIRED", "NOT_ALLOWED"):
                 raise
