@@ -304,12 +304,10 @@ _NEEDS = (
 _SOCKET_MODE = re.compile(r"0?[0-7]{3}")
 _INSTANCE_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
-EVERYWHERE = ("0.0.0.0", "[::]", "*")
-"""Hosts at which a server can listen, but to which no client can connect."""
-
 LISTENING = ("listen", "also_listen", "metrics_listen", "pulsar_listen")
 """The keys with addresses at which the sidecar listens."""
 _ADVERTISED = ("advertised_address", "advertised_pulsar_address")
+_MAY_BE_SOCKETS = ("listen", "also_listen", "advertised_address")
 
 
 def problems_of(config: Config) -> Problems:
@@ -381,9 +379,9 @@ def _check_listen(config: Config) -> Problems:
 
 def _check_metrics_listen(config: Config) -> Problems:
     if config.metrics_listen:
-        address = _address(config, "metrics_listen", "host:port")
+        address = _address(config, "metrics_listen")
         if address.path:
-            yield _no_address(config, "metrics_listen", "host:port")
+            yield _no_address(config, "metrics_listen")
         yield from _check_reach(config, "metrics_listen", address, "neither encrypts nor authenticates")
 
 
@@ -396,14 +394,14 @@ def _check_pulsar_listen(config: Config) -> Problems:
     if config.pulsar.serve_consumers and config.log != "pulsar":
         yield invalid("pulsar.serve_consumers", "has no effect without log = 'pulsar'")
     if config.advertised_pulsar_address:
-        reached = _address(config, "advertised_pulsar_address", "host:port")
-        if reached.host in EVERYWHERE or not reached.port:
+        reached = _address(config, "advertised_pulsar_address")
+        if reached.is_everywhere or not reached.port:
             why = f"is {config.advertised_pulsar_address!r}: clients cannot connect to this address"
             yield invalid("advertised_pulsar_address", why)
-    address = _address(config, "pulsar_listen", "host:port")
+    address = _address(config, "pulsar_listen")
     if address.path:
-        yield _no_address(config, "pulsar_listen", "host:port")
-    elif (config.workers > 1 or config.shards) and address.host in EVERYWHERE and not config.advertised_pulsar_address:
+        yield _no_address(config, "pulsar_listen")
+    elif (config.workers > 1 or config.shards) and address.is_everywhere and not config.advertised_pulsar_address:
         why = f"is needed: pulsar_listen = {config.pulsar_listen!r} is no address that clients can connect to"
         yield invalid("advertised_pulsar_address", why)
     if config.log == "broker":
@@ -427,13 +425,12 @@ def _check_reach(config: Config, name: str, address: SidecarAddress, is_open: st
 
 def _check_advertised(config: Config) -> Problems:
     if not config.advertised_address:
-        host = _address(config, "listen").host
-        if (config.log == "pulsar" or config.workers > 1) and host in EVERYWHERE:
+        if (config.log == "pulsar" or config.workers > 1) and _address(config, "listen").is_everywhere:
             why = f"is needed: listen = {config.listen!r} is no address that clients can connect to"
             yield invalid("advertised_address", why)
         return
     address = _address(config, "advertised_address")
-    if address.host in EVERYWHERE or not (address.port or address.path):
+    if address.is_everywhere or not (address.port or address.path):
         yield invalid("advertised_address", f"is {config.advertised_address!r}: clients cannot connect to this address")
 
 
@@ -445,7 +442,7 @@ def _check_ports(config: Config) -> Problems:
             if address.port + config.workers - 1 > MAX_PORT:
                 yield invalid(name, f"is {address}: the {config.workers} workers would have ports above {MAX_PORT}")
         for (name, one), (other, two) in combinations([(key, used[key]) for key in LISTENING if key in used], 2):
-            are_apart = one.host != two.host and {one.host, two.host}.isdisjoint(EVERYWHERE)
+            are_apart = one.host != two.host and not (one.is_everywhere or two.is_everywhere)
             is_same_host = not are_apart or ("localhost" in (one.host, two.host) and one.is_local and two.is_local)
             if one.port and two.port and is_same_host and abs(one.port - two.port) < config.workers:
                 yield invalid(other, f"is {two}: the {config.workers} workers would also have ports of {name}")
@@ -505,14 +502,15 @@ _CHECKS: tuple[Callable[[Config], Problems], ...] = (
 )
 
 
-def _address(config: Config, name: str, should_be: str = "host:port or unix:/path") -> SidecarAddress:
+def _address(config: Config, name: str) -> SidecarAddress:
     try:
         return SidecarAddress.parse(getattr(config, name))
     except SeqdedupeError as e:
-        raise _no_address(config, name, should_be) from e
+        raise _no_address(config, name) from e
 
 
-def _no_address(config: Config, name: str, should_be: str) -> SeqdedupeError:
+def _no_address(config: Config, name: str) -> SeqdedupeError:
+    should_be = "host:port or unix:/path" if name in _MAY_BE_SOCKETS else "host:port"
     return invalid(name, f"is {getattr(config, name)!r}: it should be {should_be}")
 
 

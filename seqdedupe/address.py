@@ -57,6 +57,21 @@ class SidecarAddress(NamedTuple):
         except ValueError:
             return False
 
+    @property
+    def is_everywhere(self) -> bool:
+        """Return whether the host stands for all addresses of a machine, in any spelling: `0.0.0.0`, `0`, `[::0]`,
+        `*`. A server can listen there, but no client can connect to it."""
+        host = self.host.strip("[]").partition("%")[0]
+        if self.path or host in ("", "*"):
+            return not self.path
+        try:
+            # Only the resolver knows all spellings of a number. With this flag it looks nothing up.
+            [found, *_] = socket.getaddrinfo(host, None, flags=socket.AI_NUMERICHOST)
+        except (OSError, UnicodeError):
+            return False
+        address = ip_address(found[4][0])
+        return (getattr(address, "ipv4_mapped", None) or address).is_unspecified
+
 
 def _invalid(text: str) -> SeqdedupeError:
     return error("INVALID_ADDRESS", f"{text!r} is not a sidecar's address: it should be host:port or unix:/path")

@@ -49,3 +49,17 @@ def test_what_is_no_address_is_said_to_be_none(text: str) -> None:
 )
 def test_who_can_be_reached_from_other_machines(text: str, is_local: bool) -> None:
     assert SidecarAddress.parse(text).is_local is is_local
+
+
+EVERYWHERE = [
+    *("0.0.0.0", "0", "0.0", "00.0.0.0", "0x0", "[::]", "[::0]", "[0:0::0.0.0.0]", "[::ffff:0.0.0.0]", "[::%lo]"),
+    *("*", "[]", "[0.0.0.0]"),
+]
+SOMEWHERE = ["127.0.0.1", "1", "0.0.0.1", "[::1]", "[::ffff:10.0.0.1]", "localhost", "0.example.org", "x" * 70]
+
+
+@pytest.mark.parametrize(
+    "text", [*(f"{host}:1" for host in EVERYWHERE), *(f"{host}:1" for host in SOMEWHERE), "unix:x"]
+)
+def test_an_address_to_which_no_client_connects_is_known_in_every_spelling(text: str) -> None:
+    assert SidecarAddress.parse(text).is_everywhere is (text.removesuffix(":1") in EVERYWHERE)

@@ -91,8 +91,8 @@ TRANSACTIONS_TOPIC = "persistent://pulsar/system/transaction_coordinator_assign"
 not available."""
 
 _OWN_REQUESTS = range(2**62, 2**63)
-"""The numbers of the door's own requests and readers. Clients count from 0, so the numbers do not collide. A broker
-sends no requests with numbers."""
+"""The numbers of the door's own requests and readers. Clients count from 0, so none needs these numbers. A broker sends
+no requests with numbers."""
 
 _TRANSACTIONS = range(50, 64)
 """The types of commands about transactions."""
@@ -515,9 +515,13 @@ class BrokerPass:
         return int(answer.partitions) if answer.response == CommandPartitionedTopicMetadataResponse.Success else 0
 
     async def take(self, frame: PulsarFrame) -> None:
-        """Pass a frame to its broker. Return when the broker has room for more."""
+        """Pass a frame to its broker. Return when the broker has room for more. Raises INVALID_REQUEST if the client's
+        connection must end."""
         command, field = frame.command, frame.field
         message: Any = getattr(command, field) if field else None
+        for name in ("consumer_id", "request_id"):
+            if getattr(message, name, 0) in _OWN_REQUESTS:
+                raise error("INVALID_REQUEST", f"a client uses a {name} of the door's own: {getattr(message, name)}")
         match field:
             case "subscribe":
                 self._subscribe(frame)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from broker_sidecar.cluster.peers import Neighbours
-from broker_sidecar.config import EVERYWHERE, Config
+from broker_sidecar.config import Config
 from broker_sidecar.connections import origin_of
 from broker_sidecar.door.broker_pass import BrokersToPass
 from broker_sidecar.door.consumer_commands import Consumers
@@ -186,7 +186,7 @@ class Door:
         address = SidecarAddress(address.host, port)
         reached = self._config.advertised_pulsar_address
         self._lookup.scheme = "pulsar" if self._tls is None else "pulsar+ssl"
-        if reached or address.host not in EVERYWHERE:
+        if reached or not address.is_everywhere:
             self._lookup.own_url = f"{self._lookup.scheme}://{reached or address}"
         return address
 

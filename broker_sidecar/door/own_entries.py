@@ -10,6 +10,7 @@ Kernels: import this module only after `kernels.prepare()`.
 import asyncio
 import os
 import re
+import time
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -34,6 +35,9 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
 )
 from seqdedupe.pulsar_wire.rows import COMPACTED_OUT
 from seqdedupe.wire import varint
+
+KNOWN_SECONDS = 10.0
+"""The time for which a last message ID is used again. After this time Pulsar may have removed the message."""
 
 _NOWHERE = MessageId(-1, -1)
 _NATIVE = re.compile(re.escape(varint(SEQDEDUPE_FIELD << 3 | 2)) + rb"[\x80-\xff]*[\x00-\x7f].[^\x00]", re.DOTALL)
@@ -163,6 +167,7 @@ class LastOfOthers:
         self._outcome: CommandGetLastMessageIdResponse | SeqdedupeError | None = None
         self._known: tuple[MessageIdData, MessageIdData] | None = None
         """The last message ID according to the broker, and the ID that the client received instead."""
+        self._known_at = 0.0
 
     async def ask(self, link: Link, consumer_id: int) -> CommandGetLastMessageIdResponse:
         """Return an answer that is as new as this question. Questions that come while another one is asked share the
@@ -187,11 +192,13 @@ class LastOfOthers:
         asked = CommandGetLastMessageId(consumer_id=consumer_id)
         answer: CommandGetLastMessageIdResponse = await link.request("getLastMessageId", asked)
         if answer.last_message_id.entryId != NO_ENTRY:
-            if self._known is None or self._known[0] != answer.last_message_id:
+            now, known = time.monotonic(), self._known
+            if known is None or known[0] != answer.last_message_id or now - self._known_at >= KNOWN_SECONDS:
                 last = MessageIdData()
                 last.CopyFrom(answer.last_message_id)
-                self._known = last, await last_of_others(link, self._like, last)
-            answer.last_message_id.CopyFrom(self._known[1])
+                self._known = known = last, await last_of_others(link, self._like, last)
+                self._known_at = now
+            answer.last_message_id.CopyFrom(known[1])
             if answer.HasField("consumer_mark_delete_position"):
                 answer.consumer_mark_delete_position.CopyFrom(consumed_up_to(answer))
         return answer

@@ -480,7 +480,7 @@ class PulsarConnection:
 
     async def _partitions(self, command: CommandPartitionedTopicMetadata) -> None:
         elsewhere = self._passing.partitions if self._passing is not None else None
-        self.say("partitionMetadataResponse", await self._lookup.partitions(command, elsewhere))
+        self.say("partitionMetadataResponse", await self._lookup.partitions(command, elsewhere, self))
 
     async def _look_up(self, command: CommandLookupTopic) -> None:
         self.say("lookupTopicResponse", await self._lookup.look_up(command))

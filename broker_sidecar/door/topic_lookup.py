@@ -5,10 +5,12 @@ Among workers and shards, the topic's name determines the owner. In a Pulsar clu
 
 import asyncio
 import logging
+import math
 import time
-from collections import defaultdict
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import TypeVar
 
 from broker_sidecar.cluster.peers import Neighbours
 from broker_sidecar.door.pulsar_codes import lookup_code_of, told
@@ -27,6 +29,8 @@ from seqdedupe.topic.directory import Topics, find, look_for
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2
 
+R = TypeVar("R")
+
 logger = logging.getLogger("broker_sidecar.door")
 
 FRESH_SECONDS = 5.0
@@ -36,14 +40,93 @@ again."""
 OPEN_SECONDS = 5.0
 """The maximum time that a lookup waits for the opening of a topic that was not used yet."""
 
-MAX_DOORS = 1_000
-"""The most addresses that are kept."""
+MAX_OWNERS = 1_000
+"""The most other sidecars that are kept in memory."""
 
 MAX_ASKED = 4
 """The most questions about topics that another sidecar is asked at the same time. Each question opens a connection."""
 
+SILENT_SECONDS = 1.0
+"""The pause after which one question finds out whether a silent sidecar answers again."""
+
 Partitions = Callable[[str], Awaitable[int]]
 """A function that returns the number of partitions of a topic that this sidecar does not know."""
+
+
+class AskedOwner:
+    """Another sidecar, which this sidecar asks about its topics."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._free_turns = MAX_ASKED
+        self._waiting: dict[object, deque[asyncio.Future[None]]] = {}
+        """The waiting questions by the client's connection, in the order of the next turns. A queue is never empty.
+        Its length is at most `MAX_REQUESTS`: at this number, the door reads no more data from the connection."""
+        self._is_silent = False
+        self._asked_again_at = 0.0
+        self.door_url = ""
+        """The URL of its door for clients; empty if it is not known, or there is none."""
+        self.told_at = 0.0
+
+    async def take_turn(self, client: object) -> None:
+        """Wait for the turn of a question. `answer` or `end_turn` must follow.
+
+        The connections of clients get turns one after another, so a client with many questions only delays its own.
+        """
+        if self._free_turns:
+            self._free_turns -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():
+                self.end_turn()
+            raise
+
+    def end_turn(self) -> None:
+        """Leave the turn to the next question."""
+        while self._waiting:
+            client = next(iter(self._waiting))
+            queue = self._waiting.pop(client)
+            turn = queue.popleft()
+            if queue:
+                self._waiting[client] = queue
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free_turns += 1
+
+    def check(self) -> None:
+        """Raise UNREACHABLE if the last question had no answer, unless it is time to ask again."""
+        if self._is_silent and time.monotonic() < self._asked_again_at:
+            raise self._silent()
+
+    async def answer(self, question: Callable[[str], Awaitable[R]]) -> R:
+        """Return the answer to a question, which is called with the address. Raises the other sidecar's refusal;
+        UNREACHABLE if it does not answer, or did not answer before."""
+        self.check()
+        if self._is_silent:
+            # Until this question ends, no other one is asked.
+            self._asked_again_at = math.inf
+        try:
+            answer = await question(self.address)
+            self._is_silent = False
+            return answer
+        except SeqdedupeError as e:
+            was_silent, self._is_silent = self._is_silent, e.reason in {"UNREACHABLE", "OUTCOME_UNKNOWN"}
+            # A refusal of this sidecar's own token says nothing about the client's token.
+            if not self._is_silent and e.reason not in ("UNAUTHENTICATED", "TOKEN_EXPIRED", "NOT_ALLOWED"):
+                raise
+            if not was_silent:
+                logger.warning("the sidecar at %s does not answer questions of this sidecar: %s", self.address, e)
+            raise self._silent() from e
+        finally:
+            self._asked_again_at = time.monotonic() + SILENT_SECONDS
+
+    def _silent(self) -> SeqdedupeError:
+        return error("UNREACHABLE", f"the sidecar at {self.address} does not answer this sidecar")
 
 
 class TopicLookup:
@@ -64,22 +147,21 @@ class TopicLookup:
         self._names_itself = names_itself
         self._permissions = permissions
         self._neighbours = neighbours
-        self._doors: dict[str, tuple[float, str]] = {}
         self._asking: dict[str, asyncio.Task[str]] = {}
         self._counting: dict[str, asyncio.Task[int]] = {}
         """The questions for the partitions of other sidecars' topics, by topic."""
-        self._turns = defaultdict[str, asyncio.Semaphore](lambda: asyncio.Semaphore(MAX_ASKED))
-        """By the address of another sidecar: the turns of questions about its topics."""
+        self._owners: dict[str, AskedOwner] = {}
+        """Other sidecars by address."""
         self.scheme = "pulsar"
         """The scheme of the URLs at which this door can be reached."""
         self.own_url = ""
         """The URL with which other doors redirect clients to this door; empty if the URL is not known."""
 
     async def partitions(
-        self, command: CommandPartitionedTopicMetadata, elsewhere: Partitions | None
+        self, command: CommandPartitionedTopicMetadata, elsewhere: Partitions | None, client: object
     ) -> CommandPartitionedTopicMetadataResponse:
         """Answer how many partitions a topic has. For topics that are not in this sidecar, ask the owner of the topic's
-        shard, or `elsewhere`."""
+        shard, or `elsewhere`. `client` is the client's connection."""
         # A client treats a field without a value as a missing answer.
         answer = CommandPartitionedTopicMetadataResponse(
             request_id=command.request_id, response=CommandPartitionedTopicMetadataResponse.Success, partitions=0
@@ -90,7 +172,7 @@ class TopicLookup:
             # The topic may not exist yet.
             with suppress(NotFoundError):
                 if owner := self._owner_of_shard(full):
-                    answer.partitions = await self._partitions_at(owner, full)
+                    answer.partitions = await self._partitions_at(self._owner(owner), full, client)
                     return answer
                 await look_for(self._topics, full)
             partitions = self._topics.partitions
@@ -151,19 +233,31 @@ class TopicLookup:
             raise
         return ""
 
-    async def _partitions_at(self, owner: str, full: str) -> int:
-        """Return the number of partitions of a topic that belongs to the sidecar at this address. Raises that sidecar's
-        refusal, UNREACHABLE."""
+    def _owner(self, address: str) -> AskedOwner:
+        if (owner := self._owners.get(address)) is None:
+            if len(self._owners) >= MAX_OWNERS:
+                self._owners.clear()
+            owner = self._owners[address] = AskedOwner(address)
+        return owner
+
+    async def _partitions_at(self, owner: AskedOwner, full: str, client: object) -> int:
+        """Return the number of partitions of another sidecar's topic. Raises that sidecar's refusal, UNREACHABLE."""
+        if full not in self._counting:
+            owner.check()
+            await owner.take_turn(client)
+            if full in self._counting:
+                owner.end_turn()
         return await shared(self._counting, full, lambda: self._count(owner, full))
 
-    async def _count(self, owner: str, full: str) -> int:
-        if self._neighbours is None:
-            raise _no_door(full, owner)
-        async with self._turns[owner]:
-            try:
-                return (await self._neighbours.topic(owner, full)).partitions
-            except SeqdedupeError as e:
-                raise _not_of_client(owner, e) from e
+    async def _count(self, owner: AskedOwner, full: str) -> int:
+        """Ask the owner, and end the turn."""
+        try:
+            if self._neighbours is None:
+                raise _no_door(full, owner.address)
+            neighbours = self._neighbours
+            return (await owner.answer(lambda address: neighbours.topic(address, full))).partitions
+        finally:
+            owner.end_turn()
 
     async def _owners_door(self, full: str) -> str:
         """Return the URL of the door of another sidecar that owns the topic; empty if the URL is not known."""
@@ -175,22 +269,18 @@ class TopicLookup:
     async def _door_at(self, address: str) -> str:
         """Return the URL of the door of the sidecar at this address; empty if there is no door that clients of this
         door can use. Raises the errors of `Neighbours.door_at`."""
-        told_at, url = self._doors.get(address, (0.0, ""))
-        if not url or time.monotonic() - told_at > FRESH_SECONDS:
-            url = await shared(self._asking, address, lambda: self._ask(address))
+        owner = self._owner(address)
+        url = owner.door_url
+        if not url or time.monotonic() - owner.told_at > FRESH_SECONDS:
+            url = await shared(self._asking, address, lambda: self._ask(owner))
         # A client without TLS cannot follow a redirect to a door with TLS, and a client with TLS cannot follow a
         # redirect to a door without TLS.
         return url if url != self.own_url and url.startswith(f"{self.scheme}://") else ""
 
-    async def _ask(self, address: str) -> str:
-        try:
-            url = await self._neighbours.door_at(address) if self._neighbours is not None else ""
-        except SeqdedupeError as e:
-            raise _not_of_client(address, e) from e
-        if len(self._doors) >= MAX_DOORS:
-            self._doors.clear()
-        self._doors[address] = time.monotonic(), url
-        return url
+    async def _ask(self, owner: AskedOwner) -> str:
+        owner.door_url = await owner.answer(self._neighbours.door_at) if self._neighbours is not None else ""
+        owner.told_at = time.monotonic()
+        return owner.door_url
 
     async def _other_owner(self, full: str) -> str:
         try:
@@ -209,15 +299,6 @@ class TopicLookup:
     def _check_may_look(self, full: str) -> None:
         request = admin_pb2.GetTopicRequest(topic=full).SerializeToString()
         self._permissions.check_call("/seqdedupe.v1.AdminService/GetTopic", request)
-
-
-def _not_of_client(owner: str, e: SeqdedupeError) -> SeqdedupeError:
-    """Return the error for a client if another sidecar has refused this sidecar's question. A refusal of this sidecar's
-    own token says nothing about the client's token."""
-    if e.reason not in ("UNAUTHENTICATED", "TOKEN_EXPIRED", "NOT_ALLOWED"):
-        return e
-    logger.warning("the sidecar at %s refuses questions of this sidecar: %s", owner, e)
-    return error("UNREACHABLE", f"the sidecar at {owner} does not answer this sidecar")
 
 
 def _no_door(full: str, owner: str) -> SeqdedupeError:

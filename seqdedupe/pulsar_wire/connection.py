@@ -36,7 +36,6 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandCloseConsumer,
     CommandCloseProducer,
     CommandConnect,
-    CommandError,
     CommandFlow,
     CommandGetLastMessageId,
     CommandLookupTopic,
@@ -405,9 +404,8 @@ class Connection:
         if producer._ended is not None:
             raise producer._ended
         producer._is_open = True
-        producer.name = answer.producer_name
+        producer.name, producer.schema_version = answer.producer_name, answer.schema_version
         producer.last_sequence_id = answer.last_sequence_id
-        producer.schema_version = answer.schema_version
         return producer
 
     async def reader(self, topic: str, name: str, start: WirePlace | None = None) -> WireReader:
@@ -457,7 +455,7 @@ class Connection:
         )
         if self._token is not None:
             connect.auth_method_name = "token"
-            connect.auth_data = (await asyncio.to_thread(self._token)).encode()
+            connect.auth_data = await self._present_token()
         self._command("connect", connect)
         await self._connected
         self._go(self._ping())
@@ -494,17 +492,23 @@ class Connection:
 
     async def _answer_challenge(self) -> None:
         try:
-            token = await asyncio.to_thread(self._token) if self._token is not None else ""
+            data = AuthData(auth_method_name="token", auth_data=await self._present_token())
         except SeqdedupeError as e:
             self._fail(e)
             return
-        finally:
-            self._is_challenged = False
-        data = AuthData(auth_method_name="token", auth_data=token.encode())
-        response = CommandAuthResponse(
-            client_version=_CLIENT_VERSION, protocol_version=_PROTOCOL_VERSION, response=data
-        )
+        self._is_challenged = False
+        response = CommandAuthResponse(client_version=_CLIENT_VERSION, response=data)
+        response.protocol_version = _PROTOCOL_VERSION
         self._command("authResponse", response)
+
+    async def _present_token(self) -> bytes:
+        """Return the token. Raises the project's errors alone: callers wait for them, and try again."""
+        try:
+            return (await asyncio.to_thread(self._token)).encode() if self._token is not None else b""
+        except SeqdedupeError:
+            raise
+        except Exception as e:  # noqa: BLE001 (any exception; its text may contain a part of the token)
+            raise error("LOG_REFUSED", f"there is no token for {self.url} now: {type(e).__name__}") from None
 
     def _handle(self, frame: PulsarFrame) -> None:
         command = frame.command
@@ -520,10 +524,9 @@ class Connection:
                 self._splitter.max_frame_bytes = self.max_message_bytes + FRAME_OVERHEAD_BYTES
                 if not self._connected.done():
                     self._connected.set_result(None)
-            case "authChallenge":
-                if not self._is_challenged:
-                    self._is_challenged = True
-                    self._go(self._answer_challenge())
+            case "authChallenge" if not self._is_challenged:
+                self._is_challenged = True
+                self._go(self._answer_challenge())
             case "send_receipt":
                 if (producer := self._producers.get(message.producer_id)) is not None:
                     producer._received(message)
@@ -541,20 +544,15 @@ class Connection:
                     place = WirePlace(message.message_id.ledgerId, message.message_id.entryId)
                     entry = entry_of(frame.content)
                     reader._received(StoredEntry(place, entry, metadata_of(entry)))
+            case "error" if self._connected.done():
+                self._requests.refuse(message.request_id, refusal_of(self.url, message.error, message.message))
             case "error":
-                self._refused(message)
+                self._fail(refusal_of(self.url, message.error, message.message))
             case "producer_success" if not message.producer_ready:
                 # The producer waits for the topic. A second answer follows.
                 pass
             case _:
                 self._requests.answer(getattr(message, "request_id", 0), message)
-
-    def _refused(self, message: CommandError) -> None:
-        refusal = refusal_of(self.url, message.error, message.message)
-        if self._connected.done():
-            self._requests.refuse(message.request_id, refusal)
-        else:
-            self._fail(refusal)
 
     def _abandon(self, producer: EntryProducer, why: SeqdedupeError) -> None:
         """End a producer that the broker still has."""
@@ -637,11 +635,10 @@ async def connect_to_owner(service_url: str, topic: str, **options: Any) -> Conn
                 connection = await connect(url, proxy_to=proxy_to, **options)
             if is_found:
                 return connection
+        raise error("LOG_REFUSED", f"{topic} was looked up {MAX_REDIRECTS} times, and no broker serves it")
     except BaseException:
         await connection.close()
         raise
-    await connection.close()
-    raise error("LOG_REFUSED", f"{topic} was looked up {MAX_REDIRECTS} times, and no broker serves it")
 
 
 def broker_in(answer: CommandLookupTopicResponse, url: str, topic: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from broker_sidecar.config import KEYS, Config, load
+from broker_sidecar.config import KEYS, Config, examine, load
 from seqdedupe.cli.commands import cli
 from seqdedupe.cli.common import DATABASE_VARIABLE
 from seqdedupe.client.credentials import VARIABLES
@@ -111,6 +111,27 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
         "advertised_pulsar_address",
         {"workers": 2, "pulsar_listen": "[::]:6651", "allow_insecure_listen": True},
     ),
+    "a door of workers that is everywhere, in short": (
+        "advertised_pulsar_address",
+        {"workers": 2, "pulsar_listen": "0:6651", "allow_insecure_listen": True},
+    ),
+    "a door for clients that is everywhere": (
+        "advertised_pulsar_address",
+        {"pulsar_listen": "127.0.0.1:6651", "advertised_pulsar_address": "[::0]:6651"},
+    ),
+    "workers that are everywhere, in short": (
+        "advertised_address",
+        {"workers": 2, "listen": "0:6660", "allow_insecure_listen": True},
+    ),
+    "doors everywhere among the ports of workers": (
+        "pulsar_listen",
+        {
+            "workers": 10,
+            "pulsar_listen": "0:6651",
+            "advertised_pulsar_address": "gate:6651",
+            "allow_insecure_listen": True,
+        },
+    ),
     "ports of workers that do not exist": ("pulsar_listen", {"workers": 2, "pulsar_listen": "127.0.0.1:65535"}),
     "workers at ports that do not exist": (
         "advertised_pulsar_address",
@@ -182,6 +203,16 @@ def test_a_value_that_cannot_be_is_named(case: str) -> None:
     assert e.value.reason == "INVALID_CONFIGURATION"
     assert e.value.message.startswith(key)
     assert e.value.numbers["key"] == key
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["listen", "also_listen", "metrics_listen", "pulsar_listen", "advertised_address", "advertised_pulsar_address"],
+)
+def test_an_address_that_several_checks_need_is_named_once(name: str) -> None:
+    given = {"pulsar_listen": "127.0.0.1:6650"} | {name: "nowhere"}
+    _, problems = examine(None, {}, {"data_directory": "a", "workers": 2, **given})
+    assert [problem.numbers["key"] for problem in problems] == [name]
 
 
 @pytest.mark.parametrize(

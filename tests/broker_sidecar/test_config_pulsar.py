@@ -69,6 +69,7 @@ BAD: dict[str, tuple[str, dict[str, Any]]] = {
     "an address that is none": ("advertised_address", {"advertised_address": "host"}),
     "an address of nobody": ("advertised_address", {"advertised_address": "host:0"}),
     "an address of everybody": ("advertised_address", {"advertised_address": "0.0.0.0:6660"}),
+    "an address of everybody, in long": ("advertised_address", {"advertised_address": "[0:0::0]:6660"}),
     "sidecars that have no address": ("peers", {"peers": "*.example.org"}),
     "a standby that is no sidecar of theirs": ("peers", {"peers": "host:1,host:2", "standby": True}),
     "listening everywhere": ("advertised_address", {"listen": "0.0.0.0:6660", "allow_insecure_listen": True}),

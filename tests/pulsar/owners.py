@@ -207,7 +207,9 @@ class Owner:
             EntryFormat.PLAIN,
         )
         writer.append([PulsarMessage(marker, {})])
-        self.was_read(writer, [await self.doubt()])
+        self.confirmed.append(await self.doubt())
+        self.doubtful = None
+        writer.was_read(self.confirmed[-1])
         return writer
 
     async def doubt(self) -> MessageId:
@@ -225,11 +227,6 @@ class Owner:
                     if e.reason not in ("NOT_OWNER", "LOG_REFUSED"):
                         raise
                 await asyncio.sleep(0.05)
-
-    def was_read(self, writer: EntryWriter, message_ids: list[MessageId]) -> None:
-        self.confirmed += message_ids
-        self.doubtful = None
-        writer.was_read(message_ids)
 
     async def until_confirmed(self, entries: int) -> None:
         """Markers included."""

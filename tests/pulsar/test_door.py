@@ -185,7 +185,7 @@ def test_what_is_sent_again_is_there_once_and_receipts_name_what_consumers_see(
     again_many = send(1, batch(1, 2, 3), 3).message_id
     mixed = send(2, batch(2, 3, 4, 5), 5).message_id
     last = send(6, single(6)).message_id
-    assert wire.produce(topic).producer_success.last_sequence_id == 6
+    assert wire.produce(topic).last_sequence_id == 6
     reopened = send(6, single(6)).message_id
 
     found = consumed(broker, topic)

@@ -80,7 +80,7 @@ def test_a_new_batch_passes_byte_for_byte_and_a_mixed_one_is_encoded(
     # Again to an owner that knows nothing but the topic.
     sidecar.kill()
     wire = open_wire(door_of(start(pulsar_entry_format="native")))
-    assert wire.produce(topic, "x").producer_success.last_sequence_id == 7
+    assert wire.produce(topic, "x").last_sequence_id == 7
     assert send() == [1, 2]
     assert entries(broker, topic) == found
 

@@ -91,7 +91,7 @@ def test_the_schema_is_that_of_the_registry(
     definition = json.dumps(Order.schema())
     schema = Schema(name="Order", type=Schema.Type.Value(kind), schema_data=definition.encode())
     wire = open_wire(door_of(start()))
-    version = wire.produce(topic, schema=schema).producer_success.schema_version
+    version = wire.produce(topic, schema=schema).schema_version
     assert version == bytes(8)
     assert wire.get_or_create_schema(topic, schema).getOrCreateSchemaResponse.schema_version == version
     with urllib.request.urlopen(f"{broker.admin_url}/admin/v2/schemas/{topic.partition('://')[2]}/schema") as answer:
@@ -147,7 +147,7 @@ def test_each_native_entry_has_the_version_of_its_schema(
 ) -> None:
     """Also in a topic that was created without a schema, and by producers of several versions."""
     wire = open_wire(door_of(start(pulsar_entry_format="native")))
-    assert not wire.produce(topic).producer_success.schema_version
+    assert not wire.produce(topic).schema_version
     wire.send(0, single(0))
     assert ids_of(wire.receipts(1)) == [0]
 
@@ -156,7 +156,7 @@ def test_each_native_entry_has_the_version_of_its_schema(
         definition = json.dumps({"type": "record", "name": "Order", "fields": each})
         return Schema(name="Order", type=Schema.Type.Value("Avro"), schema_data=definition.encode())
 
-    first = wire.produce(topic, "first", schema=schema("a")).producer_success.schema_version
+    first = wire.produce(topic, "first", schema=schema("a")).schema_version
     second = wire.get_or_create_schema(topic, schema("a", "b")).getOrCreateSchemaResponse.schema_version
     assert (first, second) == (bytes(8), b"\0" * 7 + b"\1")
     for i, version in enumerate((first, second, first)):

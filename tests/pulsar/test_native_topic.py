@@ -60,7 +60,7 @@ class NativeOwner:
     def _take_marker(self, writer: EntryWriter) -> None:
         if self.doubtful is not None:
             self.confirmed.append(self.doubtful)
-            writer.was_read([self.doubtful])
+            writer.was_read(self.doubtful)
             self.doubtful = None
 
     async def until_confirmed(self, entries: int) -> None:

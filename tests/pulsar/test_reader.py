@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 
 import pulsar
@@ -22,6 +22,7 @@ from seqdedupe.log.pulsar.broker_wire import Brokers, open_reader
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.reader import ReadsEntries
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import ZSTD, MessageMetadata
 from seqdedupe_spark.cluster.broker_connection import READ_STEP_ENTRIES, PulsarClient, open_client_reader
 from tests.pulsar.line import Line
 from tests.pulsar.owners import LIMIT_SECONDS, Cluster, Owner, quiet, until
@@ -145,11 +146,13 @@ async def test_the_client_reads_a_sidecars_entries_as_all_others(
     assert [(entry.sequence_id, entry.ordering_key) for entry in found] == [(5, b"o")]
 
 
-async def send_no_batch(cluster: Cluster, topic: str, payload: bytes, fields: Mapping[int, int]) -> None:
+async def send_no_batch(cluster: Cluster, topic: str, payload: bytes, metadata: MessageMetadata) -> None:
     """Two entries that say they are batches."""
     liar = await open_producer(cluster.service_url, topic, "liar")
-    entries = enumerate((3, 2**31 - 1))
-    liar.send([Publish(k, payload=payload, metadata={11: count, **fields}) for k, count in entries])
+    for k, count in enumerate((3, 2**31 - 1)):
+        lie = MessageMetadata(num_messages_in_batch=count)
+        lie.MergeFrom(metadata)
+        liar.send([Publish(k, payload=payload, metadata=lie)])
     assert [await liar.answer() for _ in range(2)] == [STORED] * 2
     await liar.close()
 
@@ -157,20 +160,24 @@ async def send_no_batch(cluster: Cluster, topic: str, payload: bytes, fields: Ma
 async def test_a_batch_that_cannot_be_decoded_ends_the_process_of_the_client(cluster: Cluster, topic: str) -> None:
     """The control of the test below."""
     await cluster.create(topic)
-    await send_no_batch(cluster, topic, b"", {})
+    await send_no_batch(cluster, topic, b"", MessageMetadata())
     opened = f"pulsar.Client({cluster.service_url!r}).create_reader({topic!r}, pulsar.MessageId.earliest)"
     program = f"import pulsar; {opened}.read_next()"
     ended = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", program], check=False, capture_output=True)
     assert ended.returncode == -signal.SIGSEGV
 
 
-@pytest.mark.parametrize("fields", [{}, {8: 3, 9: 10**6}], ids=["not compressed", "compressed"])
+@pytest.mark.parametrize(
+    "metadata",
+    [MessageMetadata(), MessageMetadata(compression=ZSTD, uncompressed_size=10**6)],
+    ids=["not compressed", "compressed"],
+)
 @pytest.mark.parametrize("payload", [b"", b"no batch"], ids=["empty", "not empty"])
 async def test_a_batch_that_cannot_be_decoded_is_an_entry_of_another_producer(
-    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, fields: dict[int, int], payload: bytes
+    cluster: Cluster, client: pulsar.asyncio.Client, topic: str, metadata: MessageMetadata, payload: bytes
 ) -> None:
     await cluster.create(topic)
-    await send_no_batch(cluster, topic, payload, fields)
+    await send_no_batch(cluster, topic, payload, metadata)
     producer = await client.create_producer(topic, producer_name="honest", batching_enabled=False)
     await producer.send(b"1", sequence_id=5)
     await producer.close()

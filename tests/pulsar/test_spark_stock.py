@@ -15,6 +15,7 @@ import pytest
 from pulsar_broker.standalone import Broker
 from seqdedupe.errors import ConfigurationError, PositionError
 from seqdedupe.message_id import MessageId
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import EncryptionKeys, MessageMetadata
 from seqdedupe_spark.cluster import broker_connection
 from seqdedupe_spark.message_columns import SCHEMA, columns_of
 from seqdedupe_spark.options import parse
@@ -27,7 +28,7 @@ from tests.pulsar.owners import Cluster, until
 from tests.pulsar.test_spark_source import Source, rows_in, some
 from tests.pulsar.test_spark_source import in_small_steps as in_small_steps
 from tests.pulsar.test_spark_source import source as source
-from tests.pulsar.wire import Chunk, Publish, encoded, open_producer
+from tests.pulsar.wire import Chunk, Publish, open_producer
 from tests.spark.jobs import JOB, TABLE, Database, sqlite_database
 
 SUBSCRIPTION = SUBSCRIPTION_PREFIX + JOB
@@ -349,22 +350,26 @@ async def test_a_stream_goes_on_from_its_offset(cluster: Cluster, stock: Stock, 
     assert found == list(range(100))
 
 
-def of_bytes(key: bytes) -> dict[int, int | str | bytes]:
-    """The metadata of a message with such a key, as Java's client makes it."""
-    return {6: base64.b64encode(key).decode(), 17: 1}
-
-
 async def test_keys_and_schema_versions_are_what_producers_set(
     cluster: Cluster, topic: str, source: Source, job: Callable[..., Job], database: Database
 ) -> None:
     """The control arm is the column `__key`: bytes are text there, and an empty key is none."""
     await cluster.admin.create_topic(topic, {})
     many = (
-        Publish(1, metadata=of_bytes(b"\xff\x00") | {16: (7).to_bytes(8), 18: b"\xffo"}),
-        Publish(2, metadata={6: "/wA="}),
-        Publish(3, metadata={6: ""}),
+        # As Java's client makes a key of bytes.
+        Publish(
+            1,
+            metadata=MessageMetadata(
+                partition_key=base64.b64encode(b"\xff\x00"),
+                partition_key_b64_encoded=True,
+                schema_version=(7).to_bytes(8),
+                ordering_key=b"\xffo",
+            ),
+        ),
+        Publish(2, metadata=MessageMetadata(partition_key=b"/wA=")),
+        Publish(3, metadata=MessageMetadata(partition_key=b"")),
         Publish(4),
-        Publish(5, 6, (5, 6), metadata={16: (2**40).to_bytes(8)}),
+        Publish(5, 6, (5, 6), metadata=MessageMetadata(schema_version=(2**40).to_bytes(8))),
     )
     await publish(cluster, topic, *many)
     rows = await source.rows(failOnDataLoss=False, pulsarColumns=True)
@@ -378,9 +383,13 @@ async def test_keys_and_schema_versions_are_what_producers_set(
     assert written == [(row["__keyBytes"], row["__schemaVersion"]) for row in rows]
 
 
-MARKER = {20: 21}
+MARKER = MessageMetadata(marker_type=21)
 """For a transaction that was committed."""
-ENCRYPTED: dict[int, int | str | bytes] = {13: encoded({1: "key", 2: b"of nobody"}), 14: "AES", 15: b"123456789012"}
+ENCRYPTED = MessageMetadata(
+    encryption_keys=[EncryptionKeys(key=b"key", value=b"of nobody")],
+    encryption_algo=b"AES",
+    encryption_param=b"123456789012",
+)
 
 
 async def publish(cluster: Cluster, topic: str, *several: Publish) -> None:

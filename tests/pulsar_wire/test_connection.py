@@ -369,6 +369,31 @@ async def test_a_challenge_is_answered_with_a_new_token(broker: FakeBroker) -> N
     await connection.close()
 
 
+@pytest.mark.parametrize("failing", ["", "\udc80SECRET"])
+async def test_a_token_function_that_fails_ends_the_connection(broker: FakeBroker, failing: str) -> None:
+    """It may raise anything, or return what is no token. The control is the test above."""
+    tokens = iter(["first"])
+
+    def token() -> str:
+        if (one := next(tokens, failing)) == "":
+            raise KeyError("SECRET")
+        return one
+
+    connection = await connect(broker.url, token=token)
+    log = Log()
+    await opened(connection, log)
+    broker.peers[0].say("authChallenge", CommandAuthChallenge(challenge=AuthData(auth_method_name="token")))
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
+        why, _ = await log.ended
+    assert not connection.is_open
+    with pytest.raises(SeqdedupeError, match="LOG_REFUSED") as refused:
+        await connect(broker.url, token=token)
+    for one in (why, refused.value):
+        assert "there is no token" in str(one)
+        assert "SECRET" not in str(one)
+    await connection.close()
+
+
 async def test_a_refused_connection_says_why(broker: FakeBroker) -> None:
     broker.answers["connect"] = lambda peer, _: peer.say(
         "error", CommandError(request_id=2**64 - 1, error=ServerError.AuthenticationError, message="who are you")

@@ -4,14 +4,15 @@ import base64
 from typing import Any
 
 import pytest
+from google.protobuf.message import DecodeError
 
 from seqdedupe.errors import InvalidRequestError
 from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId, Position
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import Property, SingleMessageMetadata
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.broker_connection import fields_of
 from seqdedupe_spark.cluster.stock_reader import exact_keys, keys_in, stored
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.message_columns import SCHEMA, columns_of, to_arrow
@@ -193,14 +194,12 @@ def test_columns_that_pulsar_alone_has() -> None:
     assert arrow.column("__schemaVersion").to_pylist() == [2**40, 0, None, None]
 
 
-def of_message(payload: bytes, key: bytes | None = None, *more: bytes) -> bytes:
-    """A message of a batch. `more` are encoded fields."""
-    metadata = (b"" if key is None else b"\x12" + bytes([len(key)]) + key) + b"\x18" + bytes([len(payload)])
-    metadata += b"".join(more)
+def of_message(payload: bytes, key: bytes | None = None, **fields: Any) -> bytes:
+    """A message of a batch."""
+    metadata = SingleMessageMetadata(payload_size=len(payload), partition_key=key, **fields).SerializeToString()
     return len(metadata).to_bytes(4) + metadata + payload
 
 
-IS_BASE64, NO_KEY = b"\x30\x01", b"\x50\x01"
 BATCH = {"x-pulsar-num-batch-message": "5"}
 
 
@@ -216,9 +215,9 @@ BATCH = {"x-pulsar-num-batch-message": "5"}
             BATCH,
             of_message(b"x" * 100)
             + of_message(b"", b"")
-            + of_message(b"y", b"", NO_KEY)
+            + of_message(b"y", b"", null_partition_key=True)
             + of_message(b"z", IN_BASE64.encode())
-            + of_message(b"z", IN_BASE64.encode(), b"\x0a\x01?", IS_BASE64),
+            + of_message(b"z", IN_BASE64.encode(), properties=[Property()], partition_key_b64_encoded=True),
             [None, b"", None, IN_BASE64.encode(), BYTES],
         ),
     ],
@@ -229,14 +228,11 @@ def test_keys_are_read_from_what_a_broker_says(said: dict[str, str], raw: bytes,
 
 def test_what_is_no_batch_is_no_key() -> None:
     whole = of_message(b"z", b"key") + of_message(b"z", b"key")
-    for end in range(1, len(whole) - 1):
-        if end in (len(whole) // 2, len(whole) // 2 - 1):
-            continue
-        with pytest.raises((ValueError, IndexError, KeyError)):
-            keys_in(AdminAnswer(200, whole[:end], BATCH))
-    assert fields_of(b"\x08\x80\x01\x11" + bytes(8) + b"\x1d" + bytes(4)) == {1: 128, 2: bytes(8), 3: bytes(4)}
-    with pytest.raises(KeyError):
-        fields_of(b"\x0b")
+    ends = [end for end in range(1, len(whole)) if end != len(whole) // 2]
+    negative = SingleMessageMetadata(payload_size=-15).SerializeToString()
+    for raw in [*(whole[:end] for end in ends), len(negative).to_bytes(4) + negative, b"\0\0\0\1\x0b"]:
+        with pytest.raises((ValueError, DecodeError)):
+            keys_in(AdminAnswer(200, raw, BATCH))
 
 
 class Admin:

@@ -350,14 +350,11 @@ class Content:
             )
 
     async def read_on(self, up_to: MessageId, *, within_batches: bool = False) -> list[FoundEntry]:
-        """Judge the entries after the known end up to this entry. If `NOWHERE` is given, judge up to the topic's end.
-
-        Return the valid entries. The known end is then after these entries, also if this method raises an error.
-        """
+        """Judge the entries after the known end up to this entry, and return the valid entries. The known end is then
+        after these entries, also if this method raises an error."""
         found: list[FoundEntry] = []
-        end = up_to if up_to.ledger_id >= 0 else None
         # A cursor that begins or ends within a batch would not read the same records as other readers.
-        while (await self._read_on(end, found, keeps=not within_batches)).is_full:
+        while (await self._read_on(up_to, found, keeps=not within_batches)).is_full:
             pass
         return found
 

@@ -279,7 +279,7 @@ class PulsarLog:
             await self.let_go()
             raise
         self._opening = opening = PendingAppends(owner, writer, self._content.places, settle, self._max_entry_bytes)
-        writer.was_read([self._end.message_id])
+        writer.was_read(self._end.message_id)
         unhurried = self._shared.unhurried or self._shared.admin
         look = partial(self._look_at_policies, unhurried)
         self._guarding = asyncio.get_running_loop().create_task(guard(self._topic, unhurried, opening, look))
@@ -396,7 +396,7 @@ class PulsarLog:
         elif not own:
             opening.fail("Pulsar has answered an entry that is not in the topic")
         elif not opening.failed:
-            opening.writer.was_read([one.after.message_id for one in own])
+            opening.writer.was_read(own[-1].after.message_id)
 
     async def wait_until_free(self) -> None:
         shared = self._shared

@@ -249,8 +249,8 @@ class Receipts:
     def confirms(self, receipt: MessageId) -> bool:
         """Return whether this receipt confirms its append, which directly follows the last confirmed append.
 
-        A receipt does not confirm the append after a gap, in a new ledger, or without a place (-1, -1). The caller must
-        then read the topic up to that append, and call `was_read`.
+        A receipt does not confirm the append after a gap or in a new ledger. The caller must then read the topic up to
+        that append, and call `was_read`.
         """
         last = self._confirmed
         if receipt != MessageId(last.ledger_id, last.entry_id + 1):

@@ -23,6 +23,8 @@ RENEWED_AT_SHARE = 0.8
 """A new token is fetched after this part of the time for which the token is valid."""
 USUAL_SECONDS = 300.0
 """The time for which a token is used if its issuer does not state how long it is valid."""
+LONGEST_SECONDS = 86_400.0
+"""The longest time for which a token is used. An issuer may state any number."""
 
 
 def from_file(path: Path) -> Token:
@@ -81,7 +83,8 @@ class OAuth2:
         token, seconds = answer.get("access_token"), answer.get("expires_in", USUAL_SECONDS)
         if not isinstance(token, str) or not token or not isinstance(seconds, int | float):
             raise error("PULSAR_FORBIDS", f"{url} gives no access_token")
-        return token, float(seconds)
+        # In this order also if an issuer states NaN.
+        return token, float(min(LONGEST_SECONDS, seconds))
 
     def _ask(self, url: str, form: bytes | None) -> dict[str, Any]:
         headers = {"Accept": "application/json"}
@@ -92,8 +95,8 @@ class OAuth2:
             with HttpConnection(url, self._tls, time.monotonic() + TIMEOUT_SECONDS) as connection:
                 answered, _ = connection.call("GET" if form is None else "POST", form, headers)
             answer = json.loads(answered.raw) if answered.status == HTTPStatus.OK else None
-        except (OSError, HTTPException, ValueError) as e:
-            why = "it is not answered in JSON" if isinstance(e, ValueError) else e
+        except (OSError, HTTPException, ValueError, RecursionError) as e:
+            why = "it is not answered in JSON" if isinstance(e, ValueError | RecursionError) else e
             raise error("LOG_UNREADABLE", f"{url} gives no token now: {why}", hint=_HINT) from None
         if answered.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             raise error("LOG_UNREADABLE", f"{url} gives no token now: it answers {answered.status}", hint=_HINT)

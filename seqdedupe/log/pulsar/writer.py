@@ -49,21 +49,16 @@ class Unsettled:
     """The appends of one opening that are not confirmed yet, in order.
 
     `Receipts` decides whether a receipt confirms its append. The receipt of the first append does not, nor does a
-    receipt after a gap, in a new ledger, or without a place. All later appends then wait until the topic was read up to
-    that append.
+    receipt after a gap or in a new ledger. All later appends then wait until the topic was read up to that append.
     """
 
     def __init__(self) -> None:
         self._rule: Receipts | None = None
         self._receipts: deque[MessageId] = deque()
-        self._read_ahead = 0
 
     def add(self, receipt: MessageId) -> None:
         """Add the receipt of the append after the last one that had a receipt."""
-        if self._read_ahead:
-            self._read_ahead -= 1
-        else:
-            self._receipts.append(receipt)
+        self._receipts.append(receipt)
 
     def confirm(self) -> Confirmed | None:
         """Remove and return the appends that are confirmed now."""
@@ -82,19 +77,13 @@ class Unsettled:
         otherwise None."""
         return self._receipts[0] if self._receipts else None
 
-    def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """Record that the topic was read. The oldest appends, one for each of these IDs, are valid and have these IDs.
-        Some of these appends may have no receipt."""
-        for _ in message_ids:
-            if self._receipts:
-                self._receipts.popleft()
-            else:
-                self._read_ahead += 1
-        last = message_ids[-1]
+    def was_read(self, message_id: MessageId) -> None:
+        """Record that the topic was read up to the oldest append, which is valid and has this ID."""
+        self._receipts.popleft()
         if self._rule is None:
-            self._rule = Receipts(last)
+            self._rule = Receipts(message_id)
         else:
-            self._rule.was_read(last)
+            self._rule.was_read(message_id)
 
 
 # -- From appends to entries of their topic, in the topic's format.
@@ -238,13 +227,12 @@ class EntryWriter:
         self._waiting.extend(messages)
         self._send()
 
-    def was_read(self, message_ids: Sequence[MessageId]) -> None:
-        """Record that the topic was read and judged. The oldest unsettled appends, one for each of these IDs, are valid
-        and have these IDs.
+    def was_read(self, message_id: MessageId) -> None:
+        """Record that the topic was read and judged up to the doubtful append, which is valid and has this ID.
 
-        The caller settles these appends; `settle` continues with the later appends.
+        The caller settles this append; `settle` continues with the later appends.
         """
-        self._unsettled.was_read(message_ids)
+        self._unsettled.was_read(message_id)
         self._doubtful = None
         self._wake()
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from seqdedupe.log.pulsar.reader import ReadsEntries
 from seqdedupe.log.pulsar.taking_over import last_before
 from seqdedupe.log.pulsar.tokens import OAuth2, Token, from_file
 from seqdedupe.message_id import NOWHERE, MessageId
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import MessageIdData
 from seqdedupe_spark.service import PulsarCluster, path_of
 from seqdedupe_spark.stock import STOCK, StockEnds
 
@@ -184,10 +185,6 @@ OPEN_TIMEOUTS_SECONDS = (2.0, 4.0)
 """The opening of a reader while its topic is unloaded ends with the client's own time-out. Another reader is opened at
 once."""
 _AT_ONCE_MS = 0
-_LEDGER, _ENTRY, _BATCH_SIZE, _FIRST_CHUNK = 1, 2, 6, 7
-"""Field numbers of Pulsar's `MessageIdData`."""
-_FIXED_SIZES = {1: 8, 5: 4}
-"""The sizes of fields with these wire types of protobuf."""
 
 
 class ClientReader:
@@ -307,7 +304,7 @@ def _entry(native: Any) -> PulsarEntry:
     message_id = MessageId(place.ledger_id(), place.entry_id(), place.batch_index())
     producer_name = _text(native.producer_name)
     sequence_id = _sequence_id(native, producer_name)
-    of_id = fields_of(place.serialize())
+    of_id = MessageIdData.FromString(place.serialize())
     return PulsarEntry(
         message,
         message_id,
@@ -335,50 +332,18 @@ def _raw(read: Callable[[], str]) -> bytes:
         return e.object
 
 
-def _batch_size(of_id: Mapping[int, int | bytes]) -> int:
+def _batch_size(of_id: MessageIdData) -> int:
     """Return the number of messages in the batch of a message. The client shows this number only in the message ID."""
-    size = of_id.get(_BATCH_SIZE)
-    if not isinstance(size, int):
+    if not of_id.HasField("batch_size"):
         raise error("INTERNAL", f"Pulsar's client does not say of how many messages a batch is: {of_id}")
-    return size
+    return of_id.batch_size
 
 
-def _first_chunk(of_id: Mapping[int, int | bytes]) -> MessageId | None:
-    first = of_id.get(_FIRST_CHUNK)
-    if not isinstance(first, bytes):
+def _first_chunk(of_id: MessageIdData) -> MessageId | None:
+    if not of_id.HasField("first_chunk_message_id"):
         return None
-    place = fields_of(first)
-    return MessageId(int(place.get(_LEDGER, 0)), int(place.get(_ENTRY, 0)))
-
-
-def fields_of(raw: bytes) -> dict[int, int | bytes]:
-    """Return the fields of a protobuf message by their numbers. If a field is repeated, return the last value. Raises
-    ValueError or IndexError if the bytes are not a message."""
-    fields: dict[int, int | bytes] = {}
-    at = 0
-
-    def varint() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = raw[at]
-            at += 1
-            value |= (byte & 0x7F) << shift
-            shift += 7
-            if byte < 0x80:
-                return value
-
-    while at < len(raw):
-        tag = varint()
-        if tag & 7 == 0:
-            fields[tag >> 3] = varint()
-            continue
-        size = varint() if tag & 7 == 2 else _FIXED_SIZES[tag & 7]
-        fields[tag >> 3] = raw[at : at + size]
-        at += size
-    if at > len(raw):
-        raise ValueError("a field ends after its message")
-    return fields
+    first = of_id.first_chunk_message_id
+    return MessageId(first.ledgerId, first.entryId)
 
 
 def _sequence_id(native: Any, producer_name: str) -> int:

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import TypeVar
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
@@ -24,11 +25,11 @@ from seqdedupe.log.pulsar.ledgers import Ledgers
 from seqdedupe.log.pulsar.places import size_of
 from seqdedupe.log.pulsar.reader import ReadsEntries
 from seqdedupe.message_id import MessageId, MessageIds
+from seqdedupe.pulsar_wire.pulsar_api_pb2 import SingleMessageMetadata
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import (
     STEP_BYTES,
     BrokerConnection,
-    fields_of,
     next_entries,
 )
 from seqdedupe_spark.ranges import TopicRange
@@ -41,9 +42,6 @@ _HINT_OF_ENTRY = (
     "No sidecar writes this topic, so nothing of a sidecar has to be restored. Examine the entry and its origin with "
     "Pulsar's own tools."
 )
-
-_KEY, _PAYLOAD_SIZE, _KEY_IS_BASE64, _NO_KEY = 2, 3, 6, 10
-"""Fields of Pulsar's `SingleMessageMetadata`, which comes before each message of a batch."""
 
 MAX_STEPS_BACK = 4096
 """The maximum distance, in entries, from the beginning of a chunked message to the beginning of a task. Up to this
@@ -339,7 +337,7 @@ async def exact_keys(connection: BrokerConnection, topic: str, entries: Sequence
             # A broker does not answer for a part of a compressed message.
             [row] = unclear[place]
             keys[row] = keys[row] or None
-        except (IndexError, KeyError, ValueError) as e:
+        except (IndexError, ValueError, DecodeError) as e:
             what = f"{place} of {topic} is no batch in the form of Pulsar's clients"
             raise error("LOG_DAMAGED", what, hint=_HINT_OF_ENTRY) from e
 
@@ -356,8 +354,8 @@ def _may_be_base64(key: str) -> bool:
 
 
 def keys_in(answer: AdminAnswer) -> list[bytes | None]:
-    """Return the keys of an entry's messages, from the broker's answer. Raises ValueError, IndexError or KeyError for
-    an invalid batch."""
+    """Return the keys of an entry's messages, from the broker's answer. Raises ValueError or DecodeError for an invalid
+    batch."""
     said, raw = answer.headers, answer.raw
     if "x-pulsar-num-batch-message" not in said:
         text = said.get("x-pulsar-partition-key")
@@ -366,15 +364,14 @@ def keys_in(answer: AdminAnswer) -> list[bytes | None]:
         return [None if text is None or is_null else _key(text.encode(), is_bytes)]
     keys: list[bytes | None] = []
     while raw:
-        of_message = fields_of(raw[4 : 4 + int.from_bytes(raw[:4])])
-        key, size = of_message.get(_KEY), of_message[_PAYLOAD_SIZE]
-        if not isinstance(size, int):
-            raise ValueError("the size of a payload is not a number")
-        if isinstance(key, bytes) and not of_message.get(_NO_KEY):
-            keys.append(_key(key, bool(of_message.get(_KEY_IS_BASE64))))
-        else:
-            keys.append(None)
-        raw = raw[4 + int.from_bytes(raw[:4]) + size :]
+        begin = 4 + int.from_bytes(raw[:4])
+        message = SingleMessageMetadata.FromString(raw[4:begin])
+        end = begin + message.payload_size
+        if not message.HasField("payload_size") or not begin <= end <= len(raw):
+            raise ValueError("a message does not have its payload")
+        has_key = message.HasField("partition_key") and not message.null_partition_key
+        keys.append(_key(message.partition_key, message.partition_key_b64_encoded) if has_key else None)
+        raw = raw[end:]
     return keys
 
 

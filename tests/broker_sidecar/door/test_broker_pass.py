@@ -401,6 +401,19 @@ async def test_a_consumer_that_was_unsubscribed_is_forgotten(
     assert passing.consumers == 0
 
 
+@pytest.mark.parametrize(
+    "numbers", [{"consumer_id": 2**62, "request_id": 1}, {"consumer_id": 1, "request_id": 2**63 - 1}]
+)
+async def test_a_client_cannot_use_the_numbers_of_the_door(
+    passing: BrokerPass, brokers: list[FakeBroker], numbers: dict[str, int]
+) -> None:
+    """The control: what the broker said of such a consumer or request never reached the client."""
+    command = CommandSubscribe(topic=TOPIC, subscription="s", **numbers)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="of the door's own"):
+        await passing.take(frame("subscribe", command))
+    assert not any(broker.received for broker in brokers)
+
+
 async def test_transactions_are_refused(passing: BrokerPass, brokers: list[FakeBroker]) -> None:
     assert await passing.partitions(broker_pass.TRANSACTIONS_TOPIC) == 0
     new_txn: Any = 50

@@ -277,6 +277,18 @@ async def test_the_last_message_is_the_last_that_is_not_own(
     assert not client.got
 
 
+async def test_a_last_message_that_pulsar_has_removed_is_not_named_for_long(
+    passing: BrokerPass, broker: LogBroker, client: FakeClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: as long as the consumer stayed, it was named, and a reader waited for it."""
+    await subscribe(passing, broker)
+    broker.entries = {(5, 0): BATCH, (7, 0): native_control()}
+    assert await last(passing, client) == (5, 0, 2)
+    del broker.entries[5, 0]
+    monkeypatch.setattr(own_entries, "KNOWN_SECONDS", 0.0)
+    assert await last(passing, client, 9) == (7, NO_ENTRY, -1)
+
+
 @pytest.mark.parametrize(
     ("mark", "expected"),
     [

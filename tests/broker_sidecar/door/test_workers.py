@@ -1,6 +1,7 @@
 """The doors of several workers, and of sidecars with shards: clients know one URL, and find the owner of each topic."""
 
 import asyncio
+import math
 import secrets
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -14,11 +15,12 @@ import pytest
 import trustme
 
 from broker_sidecar.config import Config
-from broker_sidecar.door.topic_lookup import TopicLookup
+from broker_sidecar.door import topic_lookup
+from broker_sidecar.door.topic_lookup import MAX_ASKED, TopicLookup
 from broker_sidecar.workers import count_of, make
 from seqdedupe.address import SidecarAddress
 from seqdedupe.client.blocking import Client
-from seqdedupe.errors import ConfigurationError, error
+from seqdedupe.errors import ConfigurationError, SeqdedupeError, error
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     BaseCommand,
     CommandLookupTopic,
@@ -28,7 +30,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     ServerError,
 )
 from seqdedupe.store.directories import SHARDS_FILE, of_worker
-from seqdedupe.testing import Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.several import WORKERS, doors_of, first_of_free_ports, kill_worker
 from tests.broker_sidecar.door.stock_load import StockProducer
 from tests.broker_sidecar.door.wire import Wire, door_of, ids_of, single
@@ -102,7 +104,8 @@ def test_nobody_but_the_owner_serves_a_topic(three: Sidecar, open_wire: OpenWire
     answers = []
     for door in doors_of(three):
         wire = open_wire(door)
-        commands = [wire.produce(name)]
+        wire.ask_for_producer(name)
+        commands = [wire.next()]
         if commands[0].type == BaseCommand.PRODUCER_SUCCESS:
             wire.send(0, single(0))
             assert ids_of(wire.receipts(1)) == [0]
@@ -177,7 +180,7 @@ def test_each_worker_counts_its_own_clients(start_sidecar: StartSidecar, open_wi
     listen = f"127.0.0.1:{first_of_free_ports(2)}"
     sidecar = start_sidecar(workers=2, pulsar_listen=listen, metrics_listen=f"127.0.0.1:{metrics}")
     door = doors_of(sidecar)[1]
-    assert open_wire(door).produce(topics_of(1, 2, 1)[0]).type == BaseCommand.PRODUCER_SUCCESS
+    open_wire(door).produce(topics_of(1, 2, 1)[0])
     found = []
     for worker in range(2):
         with urllib.request.urlopen(f"http://127.0.0.1:{metrics + worker}/metrics") as answer:
@@ -237,7 +240,7 @@ def test_a_client_that_resends_to_a_worker_that_was_killed(
         wait_until_owner_is_known(asked, name)
         owner = asked.look_up(name).lookupTopicResponse.brokerServiceUrl.removeprefix("pulsar://")
         wire = open_wire(SidecarAddress.parse(owner))
-        assert wire.produce(name).type == BaseCommand.PRODUCER_SUCCESS
+        wire.produce(name)
         for number in range(3):
             wire.send(number, single(number))
         assert ids_of(wire.receipts(3)) == [0, 1, 2]
@@ -395,7 +398,7 @@ def test_an_owner_without_a_door_is_told(start_two: Callable[..., list[Sidecar]]
     assert found.response == CommandLookupTopicResponse.Failed
     assert f"belongs to the sidecar at {second.address}, which has no door" in found.message
     assert "Set pulsar_listen at all processes" in found.message
-    assert wire.produce(other).error.error == ServerError.ServiceNotReady
+    assert wire.refused(other).error == ServerError.ServiceNotReady
 
 
 # -- sidecars without shards
@@ -435,7 +438,7 @@ def test_clients_follow_a_topic_that_is_moved(
     here.start()
     wire = open_wire(door_of(here))
     assert wire.look_up("t").lookupTopicResponse.response == CommandLookupTopicResponse.Connect
-    assert wire.produce("t").error.error == ServerError.ServiceNotReady
+    assert wire.refused("t").error == ServerError.ServiceNotReady
 
 
 def test_a_topic_that_has_moved_twice_is_found(tmp_path: Path, open_wire: OpenWire) -> None:
@@ -462,37 +465,147 @@ def test_a_topic_that_has_moved_twice_is_found(tmp_path: Path, open_wire: OpenWi
 
 
 class OtherSidecar:
-    """The owner of all topics, which refuses the sidecar's own token."""
+    """The owner of all topics. It answers when the test lets it: with a number of partitions, or a refusal."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked: list[str] = []
+        self.now = self.at_most = 0
+        """The questions that it has not answered."""
+        self._answers = asyncio.Semaphore(0)
+        self.refusal: SeqdedupeError | None = None
+
+    def answer(self, count: int = 1_000) -> None:
+        for _ in range(count):
+            self._answers.release()
 
     async def topic(self, address: str, name: str) -> Any:
-        self.asked += 1
-        await asyncio.sleep(0)
-        raise error("UNAUTHENTICATED", "the token is not this sidecar's")
+        self.asked.append(name)
+        self.now += 1
+        self.at_most = max(self.at_most, self.now)
+        await self._answers.acquire()
+        self.now -= 1
+        if self.refusal is not None:
+            raise self.refusal
+        return SimpleNamespace(partitions=7)
 
     async def door_at(self, address: str) -> str:
-        raise error("UNAUTHENTICATED", "the token is not this sidecar's")
+        await self.topic(address, "door")
+        return "pulsar://there:2"
+
+    async def until_asked(self, count: int) -> None:
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            while len(self.asked) < count:  # noqa: ASYNC110 (nobody tells)
+                await asyncio.sleep(0)
+        assert len(self.asked) == count
 
 
-async def test_a_refusal_of_the_sidecars_own_token_is_not_the_clients() -> None:
-    """The control: clients with a good token were told that it was wrong, and gave up for good. And of a hundred
-    clients that ask for a topic at once, one asks the owner."""
+@pytest.fixture
+def other() -> OtherSidecar:
+    return OtherSidecar()
+
+
+@pytest.fixture
+def lookup(other: OtherSidecar) -> TopicLookup:
+    """It asks the other sidecar about all topics."""
 
     def check(name: str) -> None:
         raise error("NOT_OWNER", "it belongs to another shard", owner_address="there:1")
 
     topics: Any = SimpleNamespace(ownership=SimpleNamespace(check=check))
     allowing: Any = SimpleNamespace(check_call=lambda *_: None)
-    other: Any = OtherSidecar()
-    lookup = TopicLookup(topics, allowing, other)
-    counted = await asyncio.gather(
-        *(lookup.partitions(CommandPartitionedTopicMetadata(topic="t", request_id=k), None) for k in range(100))
-    )
-    assert other.asked == 1
+    neighbours: Any = other
+    return TopicLookup(topics, allowing, neighbours)
+
+
+Counting = asyncio.Task[CommandPartitionedTopicMetadataResponse]
+
+
+def count(lookup: TopicLookup, client: str, *names: str) -> list[Counting]:
+    """A client asks for the partitions of topics, all at once."""
+    commands = [CommandPartitionedTopicMetadata(topic=name, request_id=1) for name in names]
+    return [asyncio.ensure_future(lookup.partitions(command, None, client)) for command in commands]
+
+
+async def answers(*counting: Counting) -> list[CommandPartitionedTopicMetadataResponse]:
+    async with asyncio.timeout(LAST_RESORT_SECONDS):
+        return await asyncio.gather(*counting)
+
+
+async def test_a_refusal_of_the_sidecars_own_token_is_not_the_clients(lookup: TopicLookup, other: OtherSidecar) -> None:
+    """The control: clients with a good token were told that it was wrong, and gave up for good. And of a hundred
+    clients that ask for a topic at once, one asks the owner."""
+    other.refusal = error("UNAUTHENTICATED", "the token is not this sidecar's")
+    other.answer()
+    counted = await answers(*(one for k in range(100) for one in count(lookup, f"client {k}", "t")))
+    assert len(other.asked) == 1
     found = await lookup.look_up(CommandLookupTopic(topic="t", request_id=1))
-    answers: list[Any] = [*counted, found]
-    for answer in answers:
+    told: list[Any] = [*counted, found]
+    for answer in told:
         assert answer.error == ServerError.MetadataError
-        assert "UNREACHABLE" in answer.message
+
+
+MANY = [f"t{k}" for k in range(100)]
+
+
+def full(*names: str) -> list[str]:
+    return [f"persistent://public/default/{name}" for name in names]
+
+
+async def test_a_client_with_many_questions_delays_only_its_own(lookup: TopicLookup, other: OtherSidecar) -> None:
+    flood = count(lookup, "one", *MANY)
+    await other.until_asked(MAX_ASKED)
+    counting = [*count(lookup, "two", "a", "b"), *count(lookup, "three", "c")]
+    await asyncio.sleep(0)
+    other.answer(6)
+    await other.until_asked(MAX_ASKED + 6)
+    assert other.asked[MAX_ASKED:] == full("t4", "a", "c", "t5", "b", "t6")
+    other.answer()
+    assert [answer.partitions for answer in await answers(*flood, *counting)] == [7] * 103
+    assert other.at_most == MAX_ASKED
+
+
+async def test_a_client_that_leaves_takes_no_turns_with_it(lookup: TopicLookup, other: OtherSidecar) -> None:
+    """Neither those of its questions that wait, nor those of the questions that are asked."""
+    for client in ("one", "two"):
+        flood = count(lookup, client, *MANY)
+        await asyncio.sleep(0)
+        for one in flood:
+            one.cancel()
+        await asyncio.wait(flood)
+    counting = count(lookup, "three", *(f"a{k}" for k in range(10)))
+    await other.until_asked(MAX_ASKED)
+    other.answer()
+    assert [answer.partitions for answer in await answers(*counting)] == [7] * 10
+    assert other.asked[MAX_ASKED:] == full(*(f"a{k}" for k in range(10)))
+    assert other.at_most == MAX_ASKED
+
+
+@pytest.mark.parametrize("reason", ["UNREACHABLE", "OUTCOME_UNKNOWN"])
+async def test_a_silent_owner_is_asked_one_question_from_time_to_time(
+    lookup: TopicLookup, other: OtherSidecar, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    """All others are refused at once. The control: each of them waited for its turn, and then for the owner."""
+    monkeypatch.setattr(topic_lookup, "SILENT_SECONDS", math.inf)
+    other.refusal = error(reason, "there is no answer")
+    waiting = count(lookup, "one", *MANY)
+    await other.until_asked(MAX_ASKED)
+    other.answer(MAX_ASKED)
+    for answer in await answers(*waiting, *count(lookup, "two", "a")):
+        assert answer.error == ServerError.MetadataError
+    found = await lookup.look_up(CommandLookupTopic(topic="t", request_id=1))
+    assert (found.error, len(other.asked)) == (ServerError.MetadataError, MAX_ASKED)
+
+    monkeypatch.setattr(topic_lookup, "SILENT_SECONDS", 0.0)
+    [owner] = lookup._owners.values()
+    owner._asked_again_at = 0.0
+    for is_silent in (True, False):
+        [probe, *others] = count(lookup, "two", *MANY)
+        refused = await answers(*others)
+        assert {answer.error for answer in refused} == {ServerError.MetadataError}
+        other.refusal = other.refusal if is_silent else None
+        other.answer(1)
+        [answer] = await answers(probe)
+        assert answer.error == (ServerError.MetadataError if is_silent else 0)
+    assert len(other.asked) == MAX_ASKED + 2
+    other.answer()
+    assert [answer.partitions for answer in await answers(*count(lookup, "one", *MANY))] == [7] * 100

@@ -25,6 +25,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandCloseConsumer,
     CommandCloseProducer,
     CommandConnect,
+    CommandError,
     CommandFlow,
     CommandGetOrCreateSchema,
     CommandLookupTopic,
@@ -32,6 +33,7 @@ from seqdedupe.pulsar_wire.pulsar_api_pb2 import (
     CommandPartitionedTopicMetadata,
     CommandPing,
     CommandProducer,
+    CommandProducerSuccess,
     CommandSend,
     CommandSubscribe,
     CompressionType,
@@ -137,10 +139,21 @@ class Wire:
             command.producer_name = name
         self.say(BaseCommand(type=BaseCommand.PRODUCER, producer=command))
 
-    def produce(self, topic: str, name: str | None = "p", producer_id: int = 1, **fields: Any) -> BaseCommand:
-        """Opens a producer. The answer is PRODUCER_SUCCESS or ERROR."""
+    def produce(
+        self, topic: str, name: str | None = "p", producer_id: int = 1, **fields: Any
+    ) -> CommandProducerSuccess:
+        """Opens a producer, which must not be refused."""
         self.ask_for_producer(topic, name, producer_id, **fields)
-        return self.next()
+        answer = self.next()
+        assert answer.type == BaseCommand.PRODUCER_SUCCESS, answer
+        return answer.producer_success
+
+    def refused(self, topic: str, name: str | None = "p", producer_id: int = 1, **fields: Any) -> CommandError:
+        """Asks for a producer, which must be refused."""
+        self.ask_for_producer(topic, name, producer_id, **fields)
+        answer = self.next()
+        assert answer.type == BaseCommand.ERROR, answer
+        return answer.error
 
     def get_or_create_schema(self, topic: str, schema: Schema) -> BaseCommand:
         command = CommandGetOrCreateSchema(topic=topic, request_id=self.request(), schema=schema)

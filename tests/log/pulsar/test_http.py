@@ -3,17 +3,22 @@
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.log.pulsar import admin_url as admin_module
+from seqdedupe.log.pulsar import tokens
 from seqdedupe.log.pulsar.admin_url import AdminUrl, PulsarAdmin
 from seqdedupe.log.pulsar.policies import ensure_safe
+from seqdedupe.log.pulsar.tokens import OAuth2
 from seqdedupe.testing import LAST_RESORT_SECONDS
 
 TOKEN = "eyJhbGciOi.SECRET.x-_y"
@@ -277,3 +282,39 @@ async def test_what_may_not_be_looked_up_counts_as_unsafe() -> None:
         with pytest.raises(SeqdedupeError, match="UNSAFE_TOPIC_POLICY") as e:
             await ensure_safe(admin(server), TOPIC, may_change=False)
         assert "may expire" in e.value.message
+
+
+def issuing(answer: str) -> Respond:
+    def respond(handler: BaseHTTPRequestHandler, request: Request) -> None:
+        host = handler.headers["Host"]
+        said = f'{{"token_endpoint": "http://{host}/token"}}' if request.method == "GET" else answer
+        saying(200, said.encode())(handler, request)
+
+    return respond
+
+
+@pytest.fixture
+def credentials_file(tmp_path: Path) -> Path:
+    file = tmp_path / "credentials.json"
+    file.write_text('{"client_id": "us", "client_secret": "SECRET"}')
+    return file
+
+
+@pytest.mark.parametrize("seconds", ["Infinity", "NaN", "1e999", "9" * 400, str(tokens.LONGEST_SECONDS)])
+def test_a_token_is_renewed_whatever_its_issuer_says(
+    credentials_file: Path, monkeypatch: pytest.MonkeyPatch, seconds: str
+) -> None:
+    later_seconds = 0.0
+    monkeypatch.setattr(tokens, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later_seconds))
+    with serving(issuing(f'{{"access_token": "{TOKEN}", "expires_in": {seconds}}}')) as server:
+        token = OAuth2(server.url, credentials_file, "")
+        assert [token(), token()] == [TOKEN] * 2
+        assert len(server.requests) == 2
+        later_seconds = tokens.LONGEST_SECONDS
+        assert token() == TOKEN
+        assert len(server.requests) == 4
+
+
+def test_an_issuer_that_answers_too_deeply_gives_no_token_now(credentials_file: Path) -> None:
+    with serving(saying(200, b"[" * 100_000)) as server, pytest.raises(SeqdedupeError, match="LOG_UNREADABLE"):
+        OAuth2(server.url, credentials_file, "")()

@@ -14,7 +14,7 @@ def unsettled() -> Unsettled:
     unsettled = Unsettled()
     unsettled.add(MARKER)
     assert (unsettled.confirm(), unsettled.doubtful) == (None, MARKER), "the first receipt proves something"
-    unsettled.was_read([MARKER])
+    unsettled.was_read(MARKER)
     assert (unsettled.confirm(), unsettled.doubtful) == (None, None)
     return unsettled
 
@@ -29,7 +29,7 @@ def test_what_follows_is_confirmed(unsettled: Unsettled) -> None:
 
 @pytest.mark.parametrize(
     "doubtful",
-    [MessageId(7, 6), MessageId(8, 0), MessageId(8, 5), MessageId(7, 4), MessageId(6, 5), MessageId(-1, -1)],
+    [MessageId(7, 6), MessageId(8, 0), MessageId(8, 5), MessageId(7, 4), MessageId(6, 5)],
 )
 def test_what_does_not_follow_holds_up_all_that_comes_later(unsettled: Unsettled, doubtful: MessageId) -> None:
     unsettled.add(MessageId(7, 4))
@@ -40,15 +40,5 @@ def test_what_does_not_follow_holds_up_all_that_comes_later(unsettled: Unsettled
     assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(1, MessageId(7, 4)), doubtful)
     assert (unsettled.confirm(), unsettled.doubtful) == (None, doubtful)
 
-    unsettled.was_read([MessageId(9, 0)])
+    unsettled.was_read(MessageId(9, 0))
     assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(len(later), later[0]), None)
-
-
-def test_a_receipt_that_comes_when_its_append_was_read_says_nothing_new(unsettled: Unsettled) -> None:
-    unsettled.add(MessageId(-1, -1))
-    read = [MessageId(8, entry) for entry in range(3)]
-    unsettled.was_read(read)
-    assert (unsettled.confirm(), unsettled.doubtful) == (None, None)
-    for message_id in [MessageId(-1, -1), MessageId(8, 2), MessageId(8, 3)]:
-        unsettled.add(message_id)
-    assert (unsettled.confirm(), unsettled.doubtful) == (Confirmed(1, MessageId(8, 3)), None)

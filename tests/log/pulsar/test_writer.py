@@ -138,7 +138,7 @@ async def test_whatever_is_not_stored_is_unknown_and_so_is_all_after_it() -> Non
     made = await sent(4)
     made.answer(0)
     await made.until_settled(1)
-    made.writer.was_read([MessageId(1, 0)])
+    made.writer.was_read(MessageId(1, 0))
     made.answer(1)
     made.fail("it is not the time")
     await made.until_settled(2)
@@ -170,17 +170,6 @@ async def test_a_failure_is_told_while_something_is_doubtful() -> None:
     await made.until_settled(2)
     assert made.settled[1].confirmed is None
     assert made.settled[1].failure is not None
-
-
-async def test_what_was_read_before_its_receipt_came_is_not_settled_twice() -> None:
-    made = await sent(4)
-    made.answer(0)
-    await made.until_settled(1)
-    made.writer.was_read([MessageId(1, 0), MessageId(1, 1), MessageId(1, 2)])
-    for number in (1, 2, 3):
-        made.answer(number)
-    await made.until_settled(2)
-    assert made.settled[1] == SettledEntry(Confirmed(1, MessageId(1, 3)))
 
 
 async def test_answers_that_go_on_keep_the_time_out_away(monkeypatch: pytest.MonkeyPatch) -> None:
