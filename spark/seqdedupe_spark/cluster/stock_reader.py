@@ -561,7 +561,7 @@ def stock_watermarks(
     Raises INVALID_REQUEST if a topic was created again meanwhile, or has too many producers for its properties; the
     errors of `marks`.
     """
-    read = [_stock_topic(one, list(islice(marks, len(one.ranges)))) for one in topics]
+    read = [stock_topic(one, list(islice(marks, len(one.ranges)))) for one in topics]
 
     async def check() -> None:
         async with connected(cluster) as connection:
@@ -572,7 +572,9 @@ def stock_watermarks(
     return StockWatermarks(topics=read)
 
 
-def _stock_topic(topic: TopicRanges, marks: Sequence[RangeMarks]) -> StockTopic:
+def stock_topic(topic: TopicRanges, marks: Sequence[RangeMarks]) -> StockTopic:
+    """Return what was read of a topic, from what its ranges contain, in order. Raises INVALID_REQUEST as
+    `stock_watermarks`."""
     numbers = dict[str, int]()
     first: StockEntry | None = None
     last: StockEntry | None = None
