@@ -1,7 +1,7 @@
 """The file of watermarks: what is written is read, by us and by a reader made from the document alone."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -56,7 +56,7 @@ def first_of(path: Path) -> object:
     return next(read_watermarks(path))
 
 
-KINDS = {
+KINDS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
     "marks": (lambda path: write_watermarks(path, SOME[::2]), first_of),
     "stock": (lambda path: write_stock(path, STOCK), read_stock),
 }

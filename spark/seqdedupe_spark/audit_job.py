@@ -67,7 +67,7 @@ from seqdedupe_spark.planning import Ends, earliest
 from seqdedupe_spark.range_reader import read_stored
 from seqdedupe_spark.ranges import TopicRange, split
 from seqdedupe_spark.service import SidecarService, sidecar_at
-from seqdedupe_spark.session import on_workers, run_command, start_session, typed_failures
+from seqdedupe_spark.session import run_command, start_session, typed_failures
 
 # -- The findings of an audit, for a person and for a machine.
 
@@ -338,7 +338,7 @@ def _by_id(spark: SparkSession, targets: Sequence[Target], read: Read) -> list[I
         return id_rows(topic, read(one))
 
     if works:
-        rows = on_workers(spark, works, look, ID_ROWS_SCHEMA)
+        rows = _on_workers(spark, works, look, ID_ROWS_SCHEMA)
         for one in _judged(rows, ("topic", "id"), judge_ids):
             judgement.merge(one)
     return [_id_report(number, target, judgement, read) for number, target in enumerate(targets)]
@@ -361,7 +361,7 @@ def _summaries(spark: SparkSession, ranges: Sequence[TopicRange], read: Read) ->
     if not ranges:
         return
     with typed_failures():
-        table = on_workers(spark, list(enumerate(ranges)), look, SUMMARY).toArrow()
+        table = _on_workers(spark, list(enumerate(ranges)), look, SUMMARY).toArrow()
     cuts = np.searchsorted(table["range"].to_numpy(), np.arange(len(ranges) + 1))
     for first, stop in pairwise(cuts.tolist()):
         yield table.slice(first, stop - first)
@@ -385,7 +385,7 @@ def _judge(
     def look_again(topic: int, one: TopicRange, found: Any) -> Iterator[pa.RecordBatch]:
         return suspect_rows(topic, read(one), found)
 
-    rows = on_workers(spark, works, look_again, ROWS_SCHEMA)
+    rows = _on_workers(spark, works, look_again, ROWS_SCHEMA)
     for one in _judged(rows, ("topic", "producer", "sequence_id"), judge):
         judgement.merge(one)
     return judgement
@@ -402,6 +402,26 @@ def _judged(rows: DataFrame, key: tuple[str, ...], judge: Callable[[Iterator[pa.
     with typed_failures():
         for row in together.mapInArrow(decide, "judgement binary").collect():
             yield pickle.loads(row[0])
+
+
+def _on_workers(
+    spark: SparkSession,
+    works: Sequence[tuple[Any, ...]],
+    do: Callable[..., Iterator[pa.RecordBatch]],
+    schema: pa.Schema,
+) -> DataFrame:
+    """Run `do` for each item of `works` on Spark's workers. Return the yielded rows in the order of the items. A task
+    receives only its own items."""
+
+    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for work in batch.column(0).to_pylist():
+                yield from do(*pickle.loads(work))
+
+    types = {pa.int32(): "int", pa.int64(): "bigint", pa.binary(): "binary"}
+    columns = ", ".join(f"`{column.name}` {types[column.type]}" for column in schema)
+    pickled = pa.table({"work": pa.array([pickle.dumps(work) for work in works], pa.binary())})
+    return spark.createDataFrame(pickled).mapInArrow(run, columns)
 
 
 def _report(number: int, target: Target, merge: TopicMerge, judgement: Judgement, read: Read) -> TopicReport:

@@ -19,7 +19,6 @@ import json
 import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,6 @@ from seqdedupe.errors import SeqdedupeError, error
 from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_stock, write_watermarks, write_window
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
-from seqdedupe.message_id import MessageId
 from seqdedupe.names import partition_name
 from seqdedupe.sidecar_options import told_credentials
 from seqdedupe.v1 import admin_pb2
@@ -52,7 +50,7 @@ from seqdedupe_spark import cluster, options, planning
 from seqdedupe_spark.options import file_options
 from seqdedupe_spark.reader_job import given_options, service_options
 from seqdedupe_spark.service import PulsarCluster
-from seqdedupe_spark.session import on_workers, run_command, start_session, typed_failures
+from seqdedupe_spark.session import run_command, start_session, typed_failures
 
 # -- A history in Parquet files: its columns, and the errors for an invalid one.
 
@@ -332,7 +330,7 @@ def _grouped(
         yield bytes(key), (int(lowest), int(highest)), shows
 
 
-# -- A Pulsar topic that no sidecar has created. The driver keeps the producers of one topic.
+# -- A Pulsar topic that no sidecar has created. The driver keeps the producers of each range until the end.
 
 
 def bootstrap_from_stock_topic(spark: SparkSession, service: PulsarCluster, topic: str, output: Path) -> int:
@@ -348,26 +346,33 @@ def bootstrap_from_stock_topic(spark: SparkSession, service: PulsarCluster, topi
 
     topics = stock_reader.stock_ranges(service, topic)
     works = [tuple(one) for each in topics for one in each.ranges]
-    schema = pa.schema([("marks", pa.binary())])
-
-    def found() -> Iterator[Any]:
-        # An empty topic has no ranges.
-        rows = on_workers(spark, works, partial(_range_marks, service), schema).toLocalIterator() if works else ()
-        for row in rows:
-            yield pickle.loads(row[0])
-
-    with typed_failures():
-        watermarks = stock_reader.stock_watermarks(service, topics, found())
+    rows: list[Any] = []
+    if works:
+        # A task for each range: what fails is read again alone.
+        with typed_failures():
+            rows = (
+                spark.range(0, len(works), 1, len(works)).mapInArrow(_reading(service, works), "marks binary").collect()
+            )
+    watermarks = stock_reader.stock_watermarks(service, topics, (pickle.loads(row[0]) for row in rows))
     write_stock(output, watermarks)
     return sum(len(one.producer_names) for one in watermarks.topics)
 
 
-def _range_marks(service: PulsarCluster, topic: str, first: MessageId, last: MessageId) -> Iterator[pa.RecordBatch]:
-    cluster.prepare()
-    from seqdedupe_spark.cluster import stock_reader
+def _reading(
+    service: PulsarCluster, works: Sequence[tuple[Any, ...]]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function of a task, which receives the numbers of its ranges."""
 
-    found = stock_reader.read_marks(service, stock_reader.StockRange(topic, first, last))
-    yield pa.record_batch({"marks": [pickle.dumps(found)]})
+    def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        cluster.prepare()
+        from seqdedupe_spark.cluster import stock_reader
+
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                found = stock_reader.read_marks(service, stock_reader.StockRange(*works[number]))
+                yield pa.record_batch({"marks": [pickle.dumps(found)]})
+
+    return read
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,21 +1,19 @@
 """The Spark session of a command: its start, and errors as one line, including errors of workers."""
 
 import os
-import pickle
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import pyarrow as pa
 from py4j.protocol import Py4JError, Py4JJavaError  # type: ignore[import-untyped]
 from pyspark import SparkContext
 from pyspark.errors import PySparkException
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 
 from seqdedupe.errors import REASONS, error
 from seqdedupe_spark.source import SeqdedupeDataSource
@@ -169,29 +167,6 @@ def check_java() -> None:
             f"Spark needs Java {LEAST_JAVA} or newer, and {what}",
             hint=f"Install it: apt install openjdk-{LEAST_JAVA}-jre-headless",
         )
-
-
-# -- Work on Spark's workers.
-
-
-def on_workers(
-    spark: SparkSession,
-    works: Sequence[tuple[Any, ...]],
-    do: Callable[..., Iterator[pa.RecordBatch]],
-    schema: pa.Schema,
-) -> DataFrame:
-    """Run `do` for each item of `works` on Spark's workers. Return the yielded rows in the order of the items. A task
-    receives only its own items."""
-
-    def run(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        for batch in batches:
-            for work in batch.column(0).to_pylist():
-                yield from do(*pickle.loads(work))
-
-    types = {pa.int32(): "int", pa.int64(): "bigint", pa.binary(): "binary"}
-    columns = ", ".join(f"`{column.name}` {types[column.type]}" for column in schema)
-    pickled = pa.table({"work": pa.array([pickle.dumps(work) for work in works], pa.binary())})
-    return spark.createDataFrame(pickled).mapInArrow(run, columns)
 
 
 # -- Running a Spark command: an exception of Spark is an error of one line, too.

@@ -153,7 +153,7 @@ async def test_a_killed_job_leaves_the_file_as_it_was(
 ) -> None:
     """Killed while it reads. Its environment is that of the fixture."""
     await create(cluster, topic)
-    await send(cluster, topic, "theirs", *range(20_000))
+    await send(cluster, topic, "theirs", *range(10_000))
     output = tmp_path / "marks"
     output.write_bytes(b"before")
     command = [sys.executable, "-m", "seqdedupe_spark.bootstrap_job", *arguments(cluster, topic, output)]
@@ -169,7 +169,7 @@ async def test_a_killed_job_leaves_the_file_as_it_was(
         os.killpg(process.pid, signal.SIGKILL)
         await process.wait()
     assert output.read_bytes() == b"before"
-    assert list((await read(cluster, topic)).topics[0].persisted) == [19_999]
+    assert list((await read(cluster, topic)).topics[0].persisted) == [9_999]
 
 
 Change = Callable[[StockWatermarks], object]

@@ -455,8 +455,10 @@ def _batch(entries: Sequence[PulsarEntry]) -> Batch:
 
 # -- The producers' highest sequence IDs, for a sidecar that takes the topic over.
 
-RANGE_BYTES = 64 * 1024 * 1024
-"""The approximate size of a range, which one task reads: seconds to a minute, by the size of the entries."""
+RANGE_BYTES = 16 * 1024 * 1024
+"""The approximate size of a range, which one task reads: a second, or ten if each message is an entry."""
+MAX_RANGES = 256
+"""The ranges of a larger topic are larger. The driver keeps the producers of each range until the end."""
 
 _NO_INCARNATION = -1
 """No entry is of this incarnation."""
@@ -498,8 +500,9 @@ def stock_ranges(cluster: PulsarCluster, topic: str) -> list[TopicRanges]:
         if await connection.is_log(name):
             raise error("INVALID_SOURCE", f"{name} is a topic of a sidecar already: give the sidecar's --address")
         ledgers, ranges, start = await connection.admin.ledgers(name), list[StockRange](), 0
+        size_bytes = max(RANGE_BYTES, ledgers.size_bytes // MAX_RANGES)
         while start < len(ledgers):
-            stop = ledgers.after(start, RANGE_BYTES)
+            stop = ledgers.after(start, size_bytes)
             ranges.append(StockRange(name, ledgers.message_id(start), ledgers.message_id(stop)))
             start = stop + 1
         return TopicRanges(name, ledgers, ranges)
