@@ -7,7 +7,7 @@ reads the same in two tasks, in a session that has begun.
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -102,16 +102,13 @@ def figure(folder: Path) -> Iterator[Figure]:
             compression_type=pulsar.CompressionType.LZ4,
         )
         _fill(broker, single, batching_enabled=False)
+        arms: dict[str, Callable[[], float | Mapping[str, float]]] = {}
+        for name, topic in (("batches", batched), ("single messages", single)):
+            for entry_format in (EntryFormat.NATIVE, EntryFormat.PLAIN):
+                arms[f"{entry_format.value}, {name}"] = partial(_run, broker, topic, entry_format)
+            arms[f"job, {name}"] = partial(_by_job, session, broker, topic, folder / "marks")
         yield Figure(
-            arms={
-                f"{entry_format.value}, {name}": partial(_run, broker, topic, entry_format)
-                for entry_format in (EntryFormat.NATIVE, EntryFormat.PLAIN)
-                for name, topic in (("batches", batched), ("single messages", single))
-            }
-            | {
-                f"job, {name}": partial(_by_job, session, broker, topic, folder / "marks")
-                for name, topic in (("batches", batched), ("single messages", single))
-            },
+            arms=arms,
             ratios=[
                 Ratio(f"{one} ÷ plain, {name}", over(f"{one}, {name}", f"plain, {name}"))
                 for one in ("native", "job")

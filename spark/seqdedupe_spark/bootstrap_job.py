@@ -349,10 +349,9 @@ def bootstrap_from_stock_topic(spark: SparkSession, service: PulsarCluster, topi
     rows: list[Any] = []
     if works:
         # A task for each range: what fails is read again alone.
+        tasks = spark.range(0, len(works), 1, len(works))
         with typed_failures():
-            rows = (
-                spark.range(0, len(works), 1, len(works)).mapInArrow(_reading(service, works), "marks binary").collect()
-            )
+            rows = tasks.mapInArrow(_reading(service, works), "marks binary").collect()
     watermarks = stock_reader.stock_watermarks(service, topics, (pickle.loads(row[0]) for row in rows))
     write_stock(output, watermarks)
     return sum(len(one.producer_names) for one in watermarks.topics)
