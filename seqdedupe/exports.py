@@ -1,5 +1,6 @@
 """The files that `export` and `job bootstrap` write, and that `import` loads into a topic. A file contains the
 watermarks of producers, a topic's snapshot, or a window of deduplication IDs. Each file is sealed (`files`).
+`topics create` takes a file with the watermarks of a Pulsar topic.
 
 A file is written in order, and checked as a whole before any of its contents is returned. The first 16 bytes identify
 the kind. These pages define the formats: `docs/internals/formats-watermarks.md`, `docs/internals/formats-snapshot.md`,
@@ -142,6 +143,40 @@ def read_snapshot(path: Path) -> Generator[admin_pb2.SnapshotPart, None, None]:
                 raise files.not_as_written(path, "a part of it is none") from e
     if left != 0:
         raise files.not_as_written(path, "its parts do not end where it does")
+
+
+# -- Watermarks of a Pulsar topic that no sidecar has created, and the entries from which they were read.
+
+STOCK_MAGIC = b"seqdedupe-stock\n"
+STOCK_FORMAT_VERSION = 1
+MAX_STOCK_BYTES = 15 * 1024 * 1024
+"""The maximum size of the watermarks: one request to a sidecar holds them."""
+
+_STOCK_HEAD = files.head_of(STOCK_MAGIC, STOCK_FORMAT_VERSION)
+
+
+def write_stock(path: Path, watermarks: admin_pb2.StockWatermarks) -> None:
+    """Write the file. When this returns, the file is durable. After an error an existing file is unchanged.
+
+    Raises INVALID_REQUEST if the watermarks need more than MAX_STOCK_BYTES; OSError.
+    """
+    data = watermarks.SerializeToString()
+    if len(data) > MAX_STOCK_BYTES:
+        what = f"the watermarks need {len(data)} bytes: a sidecar takes {MAX_STOCK_BYTES}"
+        raise error("INVALID_REQUEST", what, hint="Take the topic over without watermarks.")
+    with files.writing_sealed(path, _STOCK_HEAD) as put:
+        put(data)
+
+
+def read_stock(path: Path) -> admin_pb2.StockWatermarks:
+    """Return the watermarks in the file. Raises INVALID_SOURCE if any byte differs from the written byte, NEWER_FORMAT,
+    OSError."""
+    with path.open("rb") as file:
+        data = file.read(files.check_sealed(path, file, _STOCK_HEAD, 0, "a Pulsar topic's watermarks"))
+    try:
+        return admin_pb2.StockWatermarks.FromString(data)
+    except DecodeError as e:
+        raise files.not_as_written(path, "its content is none") from e
 
 
 # -- A window: deduplication IDs and the publish time of each.

@@ -270,6 +270,7 @@ def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
         "entry_format": value != admin_pb2.ENTRY_FORMAT_UNSPECIFIED,
         "schema": request.schema,
         "take_over": request.take_over,
+        "watermarks": request.HasField("watermarks"),
     }
     for field, is_given in given.items():
         if is_given and log is not LogKind.PULSAR:
@@ -278,9 +279,12 @@ def _layout_of(request: admin_pb2.CreateTopicRequest, log: LogKind) -> Layout:
     if request.take_over and (request.partitions or request.policy != admin_pb2.TopicPolicy()):
         why = "partitions and policy cannot be set for a topic that is taken over"
         raise error("INVALID_REQUEST", why, hint="Omit them. Set its policy when it serves.")
+    watermarks = request.watermarks if request.HasField("watermarks") else None
+    if watermarks is not None and not request.take_over:
+        raise error("INVALID_REQUEST", "watermarks can be set only for a topic that is taken over", hint="Omit them.")
     for name, known in ENTRY_FORMATS.items():
         if known == value:
-            return Layout(name, request.schema)
+            return Layout(name, request.schema, watermarks)
     raise error("INVALID_REQUEST", f"entry_format is {value}, which this version does not know")
 
 

@@ -1,6 +1,7 @@
 """The operators' commands about topics: the list, single messages and producers, cursors, and policies."""
 
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -8,6 +9,7 @@ import click
 from seqdedupe.cli.common import common, connect, connect_to, is_alone, position_json, tell
 from seqdedupe.client.admin import MODES, ROUTES, PolicyState
 from seqdedupe.command import echo, print_json, print_table, printable
+from seqdedupe.exports import read_stock
 from seqdedupe.figures import counted
 from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
@@ -306,6 +308,12 @@ def topics(context: click.Context, address: str, as_json: bool) -> None:
     is_flag=True,
     help="On a Pulsar cluster: make a topic that exists there a topic of the sidecar, with its messages.",
 )
+@click.option(
+    "--watermarks",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="With --take-over: what `seqdedupe job bootstrap` has read at Pulsar's brokers. Only the rest is read then.",
+)
 @common
 def create(
     name: str,
@@ -316,10 +324,14 @@ def create(
     deduplication_mode: str | None,
     deduplication_route: str | None,
     take_over: bool,
+    watermarks: Path | None,
     address: str,
     as_json: bool,
 ) -> None:
     """Create a topic, or take over one of Pulsar's, and show it."""
+    if watermarks is not None and not take_over:
+        raise click.UsageError("--watermarks is for --take-over.")
+    read = read_stock(watermarks) if watermarks is not None else None
     with connect(address) as client:
         made = client.admin.create_topic(
             name,
@@ -330,6 +342,7 @@ def create(
             schema=schema.read() if schema is not None else "",
             deduplication_enabled=deduplication,
             take_over=take_over,
+            watermarks=read,
         )
     _print_topic(made, as_json)
 

@@ -102,6 +102,7 @@ class Admin:
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
         take_over: bool = False,
+        watermarks: admin_pb2.StockWatermarks | None = None,
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
@@ -114,6 +115,8 @@ class Admin:
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
         - `take_over`: the topic exists in Pulsar, and becomes a topic of the sidecar. The call then takes no
           `partitions` and no policy, and also raises TOPIC_IN_USE and TOPIC_TERMINATED.
+        - `watermarks`: with `take_over`, what `exports.read_stock` returns. The sidecar then reads only later entries.
+          INVALID_REQUEST if they are not those of this topic, or their last entry is not stored any more.
         """
         if deduplication_mode not in MODES:
             raise error("INVALID_REQUEST", f"{deduplication_mode!r} is no mode: sequence-id and deduplication-id are")
@@ -133,6 +136,7 @@ class Admin:
                 deduplication_mode=MODES[deduplication_mode],
                 deduplication_route=ROUTES[deduplication_route],
                 take_over=take_over,
+                watermarks=watermarks,
             )
         return (await self._calls.call(lambda sidecar: sidecar.admin.CreateTopic, request)).topic
 

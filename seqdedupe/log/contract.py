@@ -32,6 +32,7 @@ from seqdedupe.errors import SeqdedupeError
 from seqdedupe.format.layout import BASE_INDEX, ROWS
 from seqdedupe.limits import FlushInterval, Retention
 from seqdedupe.message_id import MessageId
+from seqdedupe.v1.admin_pb2 import StockWatermarks
 
 if TYPE_CHECKING:
     from seqdedupe.pulsar_wire.batches import SentEntry
@@ -435,6 +436,8 @@ class Layout(NamedTuple):
     schema: str = ""
     """The schema with which consumers of a Pulsar topic decode messages, in the form that Pulsar's admin URL accepts.
     Empty: no schema."""
+    watermarks: StockWatermarks | None = None
+    """What a job has read of a topic that is taken over; None: the log reads all entries."""
 
 
 AS_USUAL = Layout()

@@ -732,6 +732,7 @@ class CreateTopicRequest(_message.Message):
     DEDUPLICATION_ROUTE_FIELD_NUMBER: _builtins.int
     SCHEMA_FIELD_NUMBER: _builtins.int
     TAKE_OVER_FIELD_NUMBER: _builtins.int
+    WATERMARKS_FIELD_NUMBER: _builtins.int
     topic: _builtins.str
     """The topic, see `OpenRequest.topic`."""
     partitions: _builtins.int
@@ -769,6 +770,13 @@ class CreateTopicRequest(_message.Message):
         `GAP_POLICY_REJECT`: producers number their messages across all partitions, so each partition has gaps.
         """
 
+    @_builtins.property
+    def watermarks(self) -> Global___StockWatermarks:
+        """With `take_over`: what a job has read of the topic. The sidecar then reads only later entries. Omitted: the sidecar
+        reads all entries. If the watermarks are of another topic, or their last entry is not stored any more, the error is
+        `INVALID_REQUEST`.
+        """
+
     def __init__(
         self,
         *,
@@ -780,14 +788,135 @@ class CreateTopicRequest(_message.Message):
         deduplication_route: Global___DeduplicationRoute.ValueType = ...,
         schema: _builtins.str = ...,
         take_over: _builtins.bool = ...,
+        watermarks: Global___StockWatermarks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["policy", b"policy", "watermarks", b"watermarks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "schema", b"schema", "take_over", b"take_over", "topic", b"topic"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deduplication_mode", b"deduplication_mode", "deduplication_route", b"deduplication_route", "entry_format", b"entry_format", "partitions", b"partitions", "policy", b"policy", "schema", b"schema", "take_over", b"take_over", "topic", b"topic", "watermarks", b"watermarks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CreateTopicRequest: _TypeAlias = CreateTopicRequest  # noqa: Y015
+
+@_typing.final
+class StockWatermarks(_message.Message):
+    """The watermarks of a Pulsar topic that no sidecar has created, and the entries from which they were read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPICS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def topics(self) -> _containers.RepeatedCompositeFieldContainer[Global___StockTopic]:
+        """The topic; or each partition of a partitioned topic, in order."""
+
+    def __init__(
+        self,
+        *,
+        topics: _abc.Iterable[Global___StockTopic] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["topics", b"topics"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StockWatermarks: _TypeAlias = StockWatermarks  # noqa: Y015
+
+@_typing.final
+class StockTopic(_message.Message):
+    """The part of one Pulsar topic that was read: its entries up to `last`, except entries that Pulsar had removed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOPIC_FIELD_NUMBER: _builtins.int
+    LEDGER_IDS_FIELD_NUMBER: _builtins.int
+    LEDGER_ENTRIES_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAMES_FIELD_NUMBER: _builtins.int
+    PERSISTED_FIELD_NUMBER: _builtins.int
+    topic: _builtins.str
+    """The full name."""
+    @_builtins.property
+    def ledger_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The ledgers with entries up to `last`, rising."""
+
+    @_builtins.property
+    def ledger_entries(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The number of entries of each ledger, up to `last`."""
+
+    @_builtins.property
+    def first(self) -> Global___StockEntry:
+        """The first entry that was read; unset if there was none."""
+
+    @_builtins.property
+    def last(self) -> Global___StockEntry:
+        """The last entry that was read; unset if there was none."""
+
+    @_builtins.property
+    def producer_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the producers."""
+
+    @_builtins.property
+    def persisted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The highest sequence ID of each producer."""
+
+    def __init__(
+        self,
+        *,
+        topic: _builtins.str = ...,
+        ledger_ids: _abc.Iterable[_builtins.int] | None = ...,
+        ledger_entries: _abc.Iterable[_builtins.int] | None = ...,
+        first: Global___StockEntry | None = ...,
+        last: Global___StockEntry | None = ...,
+        producer_names: _abc.Iterable[_builtins.str] | None = ...,
+        persisted: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "last", b"last", "ledger_entries", b"ledger_entries", "ledger_ids", b"ledger_ids", "persisted", b"persisted", "producer_names", b"producer_names", "topic", b"topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StockTopic: _TypeAlias = StockTopic  # noqa: Y015
+
+@_typing.final
+class StockEntry(_message.Message):
+    """An entry of a Pulsar topic."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEDGER_ID_FIELD_NUMBER: _builtins.int
+    ENTRY_ID_FIELD_NUMBER: _builtins.int
+    PUBLISH_TIME_MS_FIELD_NUMBER: _builtins.int
+    PRODUCER_NAME_FIELD_NUMBER: _builtins.int
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    ledger_id: _builtins.int
+    """The ledger."""
+    entry_id: _builtins.int
+    """The entry in the ledger."""
+    publish_time_ms: _builtins.int
+    """The publish time by the clock of the producer, in ms since 1970."""
+    producer_name: _builtins.str
+    """The name of the producer."""
+    sequence_id: _builtins.int
+    """The highest sequence ID of the entry; -1 if the entry does not complete a message."""
+    def __init__(
+        self,
+        *,
+        ledger_id: _builtins.int = ...,
+        entry_id: _builtins.int = ...,
+        publish_time_ms: _builtins.int = ...,
+        producer_name: _builtins.str = ...,
+        sequence_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entry_id", b"entry_id", "ledger_id", b"ledger_id", "producer_name", b"producer_name", "publish_time_ms", b"publish_time_ms", "sequence_id", b"sequence_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StockEntry: _TypeAlias = StockEntry  # noqa: Y015
 
 @_typing.final
 class CreateTopicResponse(_message.Message):

@@ -6,17 +6,24 @@ The job writes the highest sequence ID of each producer to a file of watermarks
 topic of deduplication IDs the job writes the IDs, as a window (`docs/internals/formats-window.md`). `seqdedupe import`
 imports either file into a new topic.
 
+From a Pulsar topic that no sidecar has created, the job reads the same as a sidecar that takes the topic over, at the
+brokers and in parallel (`--address pulsar://…`). `seqdedupe topics create --take-over --watermarks` takes the file, and
+the sidecar reads only the rest.
+
 A topic's watermarks come from the sidecar, and not from the log. The sidecar also knows the IDs of messages that
 retention has trimmed. Parquet files may have any size. Spark groups and sorts, and the driver writes the producers as
 they arrive, one Spark partition at a time.
 """
 
 import json
+import pickle
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
+import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as f
@@ -33,15 +40,17 @@ from pyspark.sql.types import (
 
 from seqdedupe.client.blocking import Client
 from seqdedupe.errors import SeqdedupeError, error
-from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_watermarks, write_window
+from seqdedupe.exports import LATEST_MS, KnownId, Watermark, write_stock, write_watermarks, write_window
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_DEDUPLICATION_ID_BYTES, MAX_NAME_BYTES, MAX_SEQUENCE_ID
 from seqdedupe.names import partition_name
-from seqdedupe.sidecar_options import sidecar_options, told_credentials
+from seqdedupe.sidecar_options import told_credentials
 from seqdedupe.v1 import admin_pb2
-from seqdedupe_spark import planning
+from seqdedupe_spark import cluster, options, planning
 from seqdedupe_spark.options import file_options
-from seqdedupe_spark.session import run_command, start_session
+from seqdedupe_spark.reader_job import given_options, service_options
+from seqdedupe_spark.service import PulsarCluster
+from seqdedupe_spark.session import run_command, start_session, typed_failures
 
 # -- A history in Parquet files: its columns, and the errors for an invalid one.
 
@@ -321,6 +330,50 @@ def _grouped(
         yield bytes(key), (int(lowest), int(highest)), shows
 
 
+# -- A Pulsar topic that no sidecar has created. The driver keeps the producers of each range until the end.
+
+
+def bootstrap_from_stock_topic(spark: SparkSession, service: PulsarCluster, topic: str, output: Path) -> int:
+    """Write the watermarks of a Pulsar topic, and of each of its partitions. Return the number of producers.
+
+    Entries that are appended meanwhile are not read. Raises TOPIC_NOT_FOUND; INVALID_SOURCE for a topic of a sidecar;
+    LOG_DAMAGED for a topic with entries of a sidecar; LOG_UNREADABLE; INVALID_REQUEST if there are too many producers
+    for a take-over; OSError. After an error no file is written.
+    """
+    # The packages for brokers need not be installed.
+    cluster.prepare()
+    from seqdedupe_spark.cluster import stock_reader
+
+    topics = stock_reader.stock_ranges(service, topic)
+    works = [tuple(one) for each in topics for one in each.ranges]
+    rows: list[Any] = []
+    if works:
+        # A task for each range: what fails is read again alone.
+        tasks = spark.range(0, len(works), 1, len(works))
+        with typed_failures():
+            rows = tasks.mapInArrow(_reading(service, works), "marks binary").collect()
+    watermarks = stock_reader.stock_watermarks(service, topics, (pickle.loads(row[0]) for row in rows))
+    write_stock(output, watermarks)
+    return sum(len(one.producer_names) for one in watermarks.topics)
+
+
+def _reading(
+    service: PulsarCluster, works: Sequence[tuple[Any, ...]]
+) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """Return the function of a task, which receives the numbers of its ranges."""
+
+    def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        cluster.prepare()
+        from seqdedupe_spark.cluster import stock_reader
+
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                found = stock_reader.read_marks(service, stock_reader.StockRange(*works[number]))
+                yield pa.record_batch({"marks": [pickle.dumps(found)]})
+
+    return read
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.argument("output", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--topic", help="Read this topic. A topic of sequence IDs must be a single partition.")
@@ -331,7 +384,7 @@ def _grouped(
 )
 @click.option("--deduplication-id-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(ID_COLUMN))}.")
 @click.option("--publish-time-column", metavar="NAME", help=f"In Parquet; else {' or '.join(names(TIME_COLUMN))}.")
-@sidecar_options
+@service_options
 def main(
     output: Path,
     topic: str | None,
@@ -340,12 +393,13 @@ def main(
     sequence_id_column: str | None,
     deduplication_id_column: str | None,
     publish_time_column: str | None,
-    address: str,
+    **service: Any,
 ) -> None:
     """Write each producer's highest sequence ID, or all deduplication IDs, to the file OUTPUT.
 
     The command writes deduplication IDs if the topic has such IDs, or the files have a column of such IDs. `seqdedupe
-    import` reads both kinds of files.
+    import` reads both kinds of files. With --address pulsar://…, the command writes what `seqdedupe topics create
+    --take-over --watermarks` takes.
     """
     if bool(topic) == bool(parquet):
         raise click.UsageError("Give either --topic or --parquet.")
@@ -356,7 +410,7 @@ def main(
         raise error("INVALID_OPTION", f"OUTPUT: there is no folder {output.parent} for {output.name}")
     try:
         if topic:
-            said = _from_topic(topic, output, address)
+            said = _from_topic(topic, output, service)
         else:
             spark = start_session("seqdedupe bootstrap")
             if any(of_window) or (not any(of_marks) and has_window(read_parquet(spark, parquet))):
@@ -368,14 +422,18 @@ def main(
     click.echo(f"{output}: {said}")
 
 
-def _from_topic(topic: str, output: Path, address: str) -> str:
+def _from_topic(topic: str, output: Path, given: dict[str, Any]) -> str:
+    service = options.parse(given_options(given) | {"topic": topic}).service
+    if isinstance(service, PulsarCluster):
+        return _of_marks(bootstrap_from_stock_topic(start_session("seqdedupe bootstrap"), service, topic, output))
+    address = str(given["address"])
     with Client(address, told_credentials()) as client:
         mode = planning.patiently(lambda: client.admin.topic(topic)).deduplication_mode
         if mode != admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID:
             return _of_marks(bootstrap_from_topic(client, topic, output))
-        options = {"service.url": address} | file_options()
+        of_source = {"service.url": address} | file_options()
         return _of_window(
-            bootstrap_window_from_topic(start_session("seqdedupe bootstrap"), client, topic, output, options)
+            bootstrap_window_from_topic(start_session("seqdedupe bootstrap"), client, topic, output, of_source)
         )
 
 

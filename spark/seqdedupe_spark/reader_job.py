@@ -146,7 +146,7 @@ def _options(*options: Command) -> Command:
     return decorate
 
 
-_service_options = _options(
+service_options = _options(
     sidecar_options,
     click.option("--admin-url", metavar="URL", help="With --address pulsar://…: the cluster's admin URL."),
     click.option(
@@ -159,7 +159,7 @@ _service_options = _options(
 )
 
 
-def _given(source: dict[str, Any]) -> dict[str, str]:
+def given_options(source: dict[str, Any]) -> dict[str, str]:
     """Return the given options of the data source, by the data source's names."""
     said = {name: value for name, value in source.items() if value is not None and name != "pulsar_client"}
     given = {_OTHER_NAMES.get(name) or _camel_case(name): str(value) for name, value in said.items()}
@@ -176,7 +176,7 @@ def _camel_case(name: str) -> str:
 
 
 _source_options = _options(
-    _service_options,
+    service_options,
     click.option("--topic", metavar="TOPIC", help="Read one topic, or all partitions of a partitioned topic."),
     click.option("--topics", metavar="TOPIC,…", help="Read several topics."),
     click.option("--topics-pattern", metavar="REGEX", help="Read all topics whose full or short names match."),
@@ -289,7 +289,7 @@ def run(
     SIGTERM ends the job after the current round. Ctrl-C or kill -9 ends the job at once; no data is lost or doubled.
     The next start continues at the stored positions.
     """
-    given = _given(source)
+    given = given_options(source)
     if on_error == "dead-letter":
         max_dead_letters = max_dead_letters or MAX_DEAD_LETTERS
     elif max_dead_letters is not None:
@@ -444,11 +444,11 @@ def lag(
     metavar="earliest|latest|INDEX|MESSAGE_ID",
     help="The index of the first message to read, or the ID of the message before it.",
 )
-@_service_options
+@service_options
 @_as_json
 def reset(job: str, store_url: str, topic: str, place: str, as_json: bool, **source: Any) -> None:
     """Set a topic's position, in a new epoch. Running jobs end with POSITION_RESET. Rows in the table do not change."""
-    service = options.parse(_given(source) | {"topic": topic}).service
+    service = options.parse(given_options(source) | {"topic": topic}).service
     before, after = reset_position(from_url(store_url, create=False), job, topic, place, service)
     topic = topic_name(topic)
     was = f"{before.position}, epoch {before.epoch}" if before else "none"

@@ -12,8 +12,16 @@ from seqdedupe.log.pulsar.entries import PulsarEntry, PulsarMessage
 from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
 from seqdedupe.message_id import MessageId, Position
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import Property, SingleMessageMetadata
+from seqdedupe.v1.admin_pb2 import StockEntry, StockTopic
 from seqdedupe_spark import stock
-from seqdedupe_spark.cluster.stock_reader import exact_keys, keys_in, stored
+from seqdedupe_spark.cluster.stock_reader import (
+    RangeMarks,
+    TopicRanges,
+    exact_keys,
+    keys_in,
+    stock_topic,
+    stored,
+)
 from seqdedupe_spark.dedupe import Deduplicator
 from seqdedupe_spark.message_columns import SCHEMA, columns_of, to_arrow
 from seqdedupe_spark.planning import find_loss
@@ -33,6 +41,26 @@ def empty(first_ledger: int, let_go: MessageId | None) -> StockEnds:
 
 def at(text: str) -> Position:
     return stock.given(stock.parse(text))
+
+
+def test_after_a_range_that_is_not_whole_the_rest_is_the_sidecar_s() -> None:
+    """Its rest may be of an open transaction: a later range proves nothing then."""
+    places = [StockEntry(ledger_id=5, entry_id=0), StockEntry(ledger_id=5, entry_id=9), StockEntry(ledger_id=8)]
+    whole, half, later = (
+        RangeMarks({"p": 3, "q": 1}, places[0], places[0], True),
+        RangeMarks({"p": 2}, places[1], places[1], False),
+        RangeMarks({"p": 9, "r": 1}, places[2], places[2], True),
+    )
+    topic, empty = TopicRanges(TOPIC, LEDGERS, []), RangeMarks({}, None, None, True)
+    for marks, last, numbers in (
+        ([whole, half, later], 1, {"p": 3, "q": 1}),
+        ([empty, whole, empty, later], 2, {"p": 9, "q": 1, "r": 1}),
+    ):
+        read = stock_topic(topic, marks)
+        assert (read.first, read.last) == (places[0], places[last])
+        assert list(zip(read.ledger_ids, read.ledger_entries, strict=True)) == [(5, 10), (8, 1)][:last]
+        assert dict(zip(read.producer_names, read.persisted, strict=True)) == numbers
+    assert stock_topic(topic, [empty]) == stock_topic(topic, []) == StockTopic(topic=TOPIC)
 
 
 @pytest.mark.parametrize("text", ["5:0", "5:9", "8:3:0", "8:0:7", "0:0"])

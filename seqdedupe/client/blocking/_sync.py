@@ -229,6 +229,7 @@ class Admin:
         deduplication_enabled: bool | None = None,
         policy: admin_pb2.TopicPolicy | None = None,
         take_over: bool = False,
+        watermarks: admin_pb2.StockWatermarks | None = None,
     ) -> admin_pb2.Topic:
         """Create a topic. Raises InvalidRequestError (TOPIC_EXISTS).
 
@@ -241,6 +242,8 @@ class Admin:
         - `policy`: the policy of the topic, or of each partition. Unset values are inherited.
         - `take_over`: the topic exists in Pulsar, and becomes a topic of the sidecar. The call then takes no
           `partitions` and no policy, and also raises TOPIC_IN_USE and TOPIC_TERMINATED.
+        - `watermarks`: with `take_over`, what `exports.read_stock` returns. The sidecar then reads only later entries.
+          INVALID_REQUEST if they are not those of this topic, or their last entry is not stored any more.
         """
         return run(
             lambda: self.on_loop.create_topic(
@@ -253,6 +256,7 @@ class Admin:
                 deduplication_enabled=deduplication_enabled,
                 policy=policy,
                 take_over=take_over,
+                watermarks=watermarks,
             )
         )
 

@@ -260,6 +260,8 @@ class StoredBefore(NamedTuple):
     numbers: dict[str, int]
     """The highest sequence ID of each producer by the broker's own deduplication, without the newest entries; empty if
     that is off."""
+    ledgers: Ledgers = Ledgers(())
+    """Its ledgers."""
 
 
 class Storage(NamedTuple):
@@ -501,7 +503,7 @@ class PulsarAdmin:
         try:
             cursor = answer["cursors"].get(_OF_DEDUPLICATION) or {}
             numbers = {str(name): int(number) for name, number in (cursor.get("properties") or {}).items()}
-            return StoredBefore(entry_in(answer["lastConfirmedEntry"]), numbers)
+            return StoredBefore(entry_in(answer["lastConfirmedEntry"]), numbers, _ledgers(answer, path))
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 

@@ -25,7 +25,7 @@ from seqdedupe.log.pulsar.entries import (
     PulsarMessage,
     content_bytes,
 )
-from seqdedupe.log.pulsar.native import native_entry, single_entry, single_wire_entry, wire_entry
+from seqdedupe.log.pulsar.native import native_entry, single_entry, single_wire_entry, stock_entry, wire_entry
 from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.pulsar_wire.connection import (
     MAX_OUTSTANDING,
@@ -400,9 +400,12 @@ class TopicReader:
         )
 
 
-async def open_reader(brokers: Brokers, topic: str, start: MessageId | None, entry_format: EntryFormat) -> TopicReader:
-    """Return a reader of a topic of this format. Its first entry is the entry at `start`. If that entry was trimmed, or
-    `start` is None, the reader begins with the first stored entry. Raises LOG_UNREADABLE."""
+async def open_reader(
+    brokers: Brokers, topic: str, start: MessageId | None, entry_format: EntryFormat | None
+) -> TopicReader:
+    """Return a reader of a topic of this format; None: no sidecar writes the topic. Its first entry is the entry at
+    `start`. If that entry was trimmed, or `start` is None, the reader begins with the first stored entry. Raises
+    LOG_UNREADABLE."""
 
     async def open_at(place: MessageId | None) -> WireReader:
         connection = await brokers.connection(topic)
@@ -413,7 +416,7 @@ async def open_reader(brokers: Brokers, topic: str, start: MessageId | None, ent
             await connection.close()
             raise
 
-    decode = native_entry if entry_format is EntryFormat.NATIVE else single_entry
+    decode = {None: stock_entry, EntryFormat.NATIVE: native_entry}.get(entry_format, single_entry)
     reader = TopicReader(open_at, topic, decode)
     try:
         await reader.open(start)

@@ -302,10 +302,11 @@ class Content:
         ledgers: Callable[[], Awaitable[Ledgers]],
         find_end: FindEnd,
         earlier: Mapping[str, int],
+        begins_at: MessageId | None,
     ) -> None:
-        """Make the content. The topic begins at the first of the points, and is known up to the last point. `earlier`:
-        see `PulsarLog`."""
-        self.places = Places(points)
+        """Make the content. The topic begins at the first of the points, and is known up to the last point. `earlier`
+        and `begins_at`: see `PulsarLog`."""
+        self.places = Places(points, begins_at)
         self._read_earlier: Mapping[str, int] = {}
         """As `earlier`, of the entries that were read."""
         self.counts = Counts()

@@ -46,6 +46,14 @@ class Ledgers:
             return None
         return self._starts[at] + message_id.entry_id
 
+    def up_to(self, last: MessageId) -> list[tuple[int, int]]:
+        """Return the ledgers up to this entry, each with the number of its entries up to this entry."""
+        at = bisect_right(self._ids, last.ledger_id)
+        found = [(one.ledger_id, one.entries) for one in self._ledgers[:at]]
+        if found and found[-1][0] == last.ledger_id:
+            found[-1] = last.ledger_id, min(last.entry_id + 1, found[-1][1])
+        return found
+
     def are_neighbours(self, before: MessageId, after: MessageId) -> bool:
         """Return whether both exist, and no entry is between."""
         first, second = self.ordinal(before), self.ordinal(after)

@@ -106,10 +106,11 @@ class PulsarLog:
         settings: EntrySettings,
         place: bytes = b"",
         earlier: Mapping[str, int] | None = None,
+        begins_at: MessageId | None = None,
     ) -> None:
         """Make the log. `place` is the place in a snapshot. `earlier` contains the sequence IDs of producers before the
-        first marker, because Pulsar may have removed the entries. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid
-        place."""
+        first marker, because Pulsar may have removed the entries, or nobody reads them again: entries before
+        `begins_at` are not read. Raises STORE_DAMAGED, NEWER_FORMAT for an invalid place."""
         points = points_of_bytes(incarnation, place) if place else [Point.start(incarnation)]
         self.incarnation = incarnation
         self.is_closed = False
@@ -126,6 +127,7 @@ class PulsarLog:
             partial(shared.admin.ledgers, topic),
             self._find_end,
             earlier or {},
+            begins_at,
         )
         self._first_ledger_id = NOWHERE.ledger_id
         """All ledgers before this one are gone, as of the last look."""

@@ -130,16 +130,20 @@ class PulsarLogs:
         elif INCARNATION in (properties := await self._admin.properties(topic)):
             raise _exists(topic, properties)
         names = [partition_name(topic, k) for k in range(partitions)] or [topic]
+        reads = taking_over.reads_of(names, layout.watermarks)
         await taking_over.check_can_be_taken_over(self._admin, names)
+        for read in reads:
+            if read is not None:
+                await taking_over.check_was_read(self._admin, self._shared.brokers, read)
         numbers = incarnations(len(names))
         for name in names:
             await ensure_safe(self._admin, name, may_change=self._may_change_policies)
         if schema is not None:
             await self._admin.upload_schema(topic, schema.type, schema.definition, schema.properties)
-        for name, incarnation in zip(names, numbers, strict=True):
+        for name, incarnation, read in zip(names, numbers, reads, strict=True):
             await self._admin.create_subscription(name, self._shared.subscription)
             # Later than the subscription: what is trimmed before is in the broker's numbers.
-            before = taking_over.properties_of(await self._admin.stored_before(name))
+            before = taking_over.properties_of(await self._admin.stored_before(name), read)
             if not partitions and INCARNATION in (properties := await self._admin.properties(name)):
                 # Another sidecar was faster, and may have acknowledged messages already.
                 raise _exists(name, properties)
@@ -208,7 +212,8 @@ class PulsarLogs:
         whose = {ADDRESS: self._shared.address}
         await self._admin.set_subscription_properties(topic, self._shared.subscription, whose)
         before, numbers = taking_over.last_before(properties), taking_over.numbers_before(properties)
-        log = PulsarLog(self._shared, topic, incarnation, settings, place, numbers)
+        begins_at = taking_over.read_before(properties)
+        log = PulsarLog(self._shared, topic, incarnation, settings, place, numbers, begins_at)
         try:
             await log.begin(covered_index)
             if log.is_empty and await self._admin.has_had_entries(topic, before):

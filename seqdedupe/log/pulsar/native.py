@@ -41,7 +41,7 @@ from seqdedupe.entry_properties import (
     of_entry,
 )
 from seqdedupe.entry_properties import schema_version as version_of
-from seqdedupe.errors import SeqdedupeError, error
+from seqdedupe.errors import DamagedError, SeqdedupeError, error
 from seqdedupe.format.headers import HEADER_BYTES, TOKEN_BYTES
 from seqdedupe.limits import MAX_SEQUENCE_ID, NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.entries import (
@@ -376,6 +376,20 @@ def single_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) 
             if is_ours:
                 message = PulsarMessage(b"", {INVALID: str(e)})
     return PulsarEntry(message, place, metadata.publish_time, name, highest_id(entry, metadata))
+
+
+def stock_entry(place: MessageId, entry: WireEntry, metadata: MessageMetadata) -> PulsarEntry:
+    """Return an entry of a topic that no sidecar writes, by the more careful rule of both: of an entry that a sidecar
+    has written in any format, the property ENTRY is decoded. Of all other entries, only the producer's name and highest
+    sequence ID are decoded. Raises NEWER_FORMAT."""
+    if metadata.HasField("seqdedupe"):
+        try:
+            return native_entry(place, entry, metadata)
+        except DamagedError as e:
+            # Anybody may write such a field.
+            if e.reason != "LOG_DAMAGED":
+                raise
+    return single_entry(place, entry, metadata)
 
 
 def single_wire_entry(

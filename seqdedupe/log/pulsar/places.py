@@ -69,8 +69,9 @@ class Places:
     older points grows with the size of the topic. Where the topic is read, further points are added again (`learn`).
     """
 
-    def __init__(self, points: Sequence[Point]) -> None:
-        """Begin with these points. The first is the beginning of the topic, the last is the known end."""
+    def __init__(self, points: Sequence[Point], begins_at: MessageId | None = None) -> None:
+        """Begin with these points. The first is the beginning of the topic, the last is the known end. Nothing valid is
+        before the entry `begins_at`."""
         self._points = [*points]
         self.end = points[-1]
         """The point after the last entry that is known to be valid."""
@@ -78,7 +79,7 @@ class Places:
         """The point before the last record that has messages."""
         ledger_id, entry_id, _ = points[0].message_id
         is_known = len(points) > 1 and ledger_id >= 0 and entry_id < 0
-        self.begins_at: MessageId | None = MessageId(ledger_id, 0) if is_known else None
+        self.begins_at: MessageId | None = MessageId(ledger_id, 0) if is_known else begins_at
         """An entry from which on nothing valid is missed, if `first` is before all of them. Entries of other producers
         before it may be many. None: the topic must be read from its first entry on."""
         self._recent: deque[tuple[int, Run]] = deque(maxlen=RECENT_ENTRIES)

@@ -301,6 +301,19 @@ class LogScan:
                 hear(entry, verdict, self.here)
         return ReaderStep(start, self.here, self.collector.take())
 
+    async def step_to(self, last: MessageId, hear: Callable[[PulsarEntry], None]) -> bool:
+        """Judge the entries up to this one, in a topic without markers. Return false if the topic ends before: no
+        reader gets the rest."""
+        while self._last < last:
+            if not self._left and (await self._reader.is_at_end() or await self._gets_no_more()):
+                return False
+            entry = await self._peek()
+            if entry.message_id > last:
+                break
+            await self._judge(entry)
+            hear(entry)
+        return True
+
     async def _gets_no_more(self) -> bool:
         """Return whether nothing comes although the broker says that there is more. That is so for a terminated topic,
         and if the last entries are not for readers."""

@@ -447,6 +447,10 @@ class BrokerConnection:
             return await open_reader(self._brokers, topic, start, entry_format)
         return await open_client_reader(self._client, topic, start, queue_entries)
 
+    async def open_stock_reader(self, topic: str, start: MessageId) -> ReadsEntries:
+        """Return a reader of the entries themselves, of a topic that no sidecar writes."""
+        return await open_reader(self._brokers, topic, start, None)
+
     async def stored(self, topic: str) -> StockEnds:
         """Return the stored entries of a topic that no sidecar writes. Raises TOPIC_NOT_FOUND."""
         ledgers, first_ledger, let_go = await self.admin.storage(topic, self._subscription)

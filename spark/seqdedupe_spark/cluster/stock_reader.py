@@ -3,36 +3,47 @@ was read.
 
 Begin with `StockReading`. If a broker does not deliver an entry to readers, the reader asks the broker for the reason
 (`explain`). It also asks which keys are bytes (`exact_keys`).
+
+`stock_ranges`, `read_marks` and `stock_watermarks` find the producers' highest sequence IDs, by the rules of a sidecar
+that takes the topic over.
 """
 
 import asyncio
 import base64
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
+from functools import partial
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from seqdedupe import batch as batches
 from seqdedupe.batch import NO_INT32S, NO_INT64S, Batch, Binary
+from seqdedupe.client.blocking.loop import run
 from seqdedupe.client.message import StoredBatch
 from seqdedupe.errors import NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.limits import NO_SEQUENCE_ID
 from seqdedupe.log.pulsar.admin_url import AdminAnswer
 from seqdedupe.log.pulsar.entries import PulsarEntry
 from seqdedupe.log.pulsar.ledgers import Ledgers
-from seqdedupe.log.pulsar.places import size_of
-from seqdedupe.log.pulsar.reader import ReadsEntries
+from seqdedupe.log.pulsar.places import Point, size_of
+from seqdedupe.log.pulsar.reader import LogScan, ReadsEntries
+from seqdedupe.log.pulsar.taking_over import check_ledgers, stock_entry_of, text_of
 from seqdedupe.message_id import MessageId, MessageIds
+from seqdedupe.names import partition_name, producer_name, topic_name, whole_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import SingleMessageMetadata
+from seqdedupe.v1.admin_pb2 import StockEntry, StockTopic, StockWatermarks
 from seqdedupe_spark import stock
 from seqdedupe_spark.cluster.broker_connection import (
     STEP_BYTES,
     BrokerConnection,
+    connected,
     next_entries,
 )
 from seqdedupe_spark.ranges import TopicRange
+from seqdedupe_spark.service import PulsarCluster
 from seqdedupe_spark.stock import STOCK, StockBatch, StockEnds
 
 ASKED_AT_ONCE = 8
@@ -436,4 +447,155 @@ def _batch(entries: Sequence[PulsarEntry]) -> Batch:
         property_offsets=offsets,
         property_names=names,
         property_values=values,
+    )
+
+
+# -- The producers' highest sequence IDs, for a sidecar that takes the topic over.
+
+RANGE_BYTES = 16 * 1024 * 1024
+"""The approximate size of a range, which one task reads: a second, or ten if each message is an entry."""
+MAX_RANGES = 256
+"""The ranges of a larger topic are larger. The driver keeps the producers of each range until the end."""
+
+_NO_INCARNATION = -1
+"""No entry is of this incarnation."""
+
+
+class StockRange(NamedTuple):
+    """A part of a topic's entries."""
+
+    topic: str
+    first: MessageId
+    last: MessageId
+
+
+class RangeMarks(NamedTuple):
+    """What a range contains."""
+
+    numbers: dict[str, int]
+    """The highest sequence ID of each producer."""
+    first: StockEntry | None
+    """The first entry that a reader received; None if there was none."""
+    last: StockEntry | None
+    is_whole: bool
+    """Whether the topic has entries for readers after the range, or at its end."""
+
+
+class TopicRanges(NamedTuple):
+    """A topic, and its ranges in order."""
+
+    topic: str
+    ledgers: Ledgers
+    ranges: list[StockRange]
+
+
+def stock_ranges(cluster: PulsarCluster, topic: str) -> list[TopicRanges]:
+    """Return the ranges of a topic, or of each partition, up to its present end. Raises TOPIC_NOT_FOUND; INVALID_SOURCE
+    for a partition, or a topic that a sidecar writes."""
+
+    async def of_topic(connection: BrokerConnection, name: str) -> TopicRanges:
+        if await connection.is_log(name):
+            raise error("INVALID_SOURCE", f"{name} is a topic of a sidecar already: give the sidecar's --address")
+        ledgers, ranges, start = await connection.admin.ledgers(name), list[StockRange](), 0
+        size_bytes = max(RANGE_BYTES, ledgers.size_bytes // MAX_RANGES)
+        while start < len(ledgers):
+            stop = ledgers.after(start, size_bytes)
+            ranges.append(StockRange(name, ledgers.message_id(start), ledgers.message_id(stop)))
+            start = stop + 1
+        return TopicRanges(name, ledgers, ranges)
+
+    async def all_of() -> list[TopicRanges]:
+        full = topic_name(topic)
+        if whole_of(full) is not None:
+            raise error("INVALID_SOURCE", f"{full} has the name of a partition: name the partitioned topic")
+        async with connected(cluster) as connection:
+            try:
+                partitions = (await connection.admin.partitioned(full)).partitions
+            except NotFoundError:
+                partitions = 0
+            names = [partition_name(full, k) for k in range(partitions)] or [full]
+            return [await of_topic(connection, name) for name in names]
+
+    return run(all_of)
+
+
+def read_marks(cluster: PulsarCluster, span: StockRange) -> RangeMarks:
+    """Read a range. Raises LOG_UNREADABLE; LOG_DAMAGED for an entry of a sidecar."""
+
+    async def read() -> RangeMarks:
+        async with connected(cluster) as connection:
+            find_end = partial(connection.admin.end_after, span.topic)
+            ledgers = partial(connection.admin.ledgers, span.topic)
+            reader = await connection.open_stock_reader(span.topic, span.first)
+            scan = LogScan(reader, span.topic, Point.start(_NO_INCARNATION), ledgers, find_end)
+            first: PulsarEntry | None = None
+            last: PulsarEntry | None = None
+
+            def hear(entry: PulsarEntry) -> None:
+                nonlocal first, last
+                first, last = first or entry, entry
+
+            try:
+                is_whole = await scan.step_to(span.last, hear)
+            finally:
+                await scan.close()
+            numbers = {name: number for name, number in scan.collector.earlier.items() if _may_come(name)}
+            return RangeMarks(numbers, first and stock_entry_of(first), last and stock_entry_of(last), is_whole)
+
+    return run(read)
+
+
+def _may_come(name: str) -> bool:
+    try:
+        producer_name(name)
+    except SeqdedupeError:
+        return False
+    return True
+
+
+def stock_watermarks(
+    cluster: PulsarCluster, topics: Sequence[TopicRanges], marks: Iterator[RangeMarks]
+) -> StockWatermarks:
+    """Return the watermarks of topics, from what their ranges contain, in order. `marks` is read one by one.
+
+    Raises INVALID_REQUEST if a topic was created again meanwhile, or has too many producers for its properties; the
+    errors of `marks`.
+    """
+    read = [stock_topic(one, list(islice(marks, len(one.ranges)))) for one in topics]
+
+    async def check() -> None:
+        async with connected(cluster) as connection:
+            for one in read:
+                check_ledgers(one, await connection.admin.ledgers(one.topic))
+
+    run(check)
+    return StockWatermarks(topics=read)
+
+
+def stock_topic(topic: TopicRanges, marks: Sequence[RangeMarks]) -> StockTopic:
+    """Return what was read of a topic, from what its ranges contain, in order. Raises INVALID_REQUEST as
+    `stock_watermarks`."""
+    numbers = dict[str, int]()
+    first: StockEntry | None = None
+    last: StockEntry | None = None
+    for one in marks:
+        for name, number in one.numbers.items():
+            numbers[name] = max(number, numbers.get(name, NO_SEQUENCE_ID))
+        first, last = first or one.first, one.last or last
+        if not one.is_whole:
+            # An open transaction may hide later entries: the sidecar reads them.
+            break
+    if first is None or last is None:
+        return StockTopic(topic=topic.topic)
+    text_of(numbers)
+    ledgers = topic.ledgers.up_to(MessageId(last.ledger_id, last.entry_id))
+    names = sorted(numbers)
+    return StockTopic(
+        topic=topic.topic,
+        ledger_ids=[ledger_id for ledger_id, _ in ledgers],
+        ledger_entries=[entries for _, entries in ledgers],
+        first=first,
+        last=last,
+        producer_names=names,
+        persisted=[numbers[name] for name in names],
     )

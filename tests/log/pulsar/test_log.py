@@ -40,6 +40,8 @@ class StandInHarness(LogHarness):
         self._version = version
         self.earlier: dict[str, int] = {}
         """What is known of producers before the first marker."""
+        self.begins_at: MessageId | None = None
+        """The entry up to which a job has read."""
 
     async def answers(self, address: str) -> bool:
         """Whether a sidecar does."""
@@ -54,7 +56,7 @@ class StandInHarness(LogHarness):
 
     def log(self, address: str = "host:6680", place: bytes = b"") -> PulsarLog:
         settings = EntrySettings(self._format, "SEQUENCE_ID", 0, address, self._version)
-        return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place, self.earlier)
+        return PulsarLog(self.shared(address), TOPIC, INCARNATION, settings, place, self.earlier, self.begins_at)
 
     async def open(self, covered_index: int = 0, place: bytes = b"") -> PulsarLog:
         log = self.log(place=place)

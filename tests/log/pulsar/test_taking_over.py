@@ -3,7 +3,8 @@
 import asyncio
 import os
 from collections.abc import Container
-from contextlib import closing
+from contextlib import closing, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from unittest.mock import AsyncMock
 
@@ -14,10 +15,22 @@ from seqdedupe.errors import DamagedError, SeqdedupeError, UnavailableError, err
 from seqdedupe.log.contract import LogName
 from seqdedupe.log.pulsar import native, taking_over
 from seqdedupe.log.pulsar.admin_url import StoredBefore
-from seqdedupe.log.pulsar.broker_wire import TopicReader
-from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
-from seqdedupe.log.pulsar.native import highest_id
-from seqdedupe.log.pulsar.taking_over import NUMBERS, TAKEN_OVER, last_before, numbers_before, properties_of
+from seqdedupe.log.pulsar.broker_wire import TopicReader, open_reader
+from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage, check_earlier
+from seqdedupe.log.pulsar.ledgers import Ledger, Ledgers
+from seqdedupe.log.pulsar.native import highest_id, single_wire_entry, stock_entry, wire_entry
+from seqdedupe.log.pulsar.places import Point
+from seqdedupe.log.pulsar.reader import LogScan
+from seqdedupe.log.pulsar.taking_over import (
+    NUMBERS,
+    READ,
+    TAKEN_OVER,
+    check_ledgers,
+    last_before,
+    numbers_before,
+    properties_of,
+    read_before,
+)
 from seqdedupe.message_id import NOWHERE, MessageId
 from seqdedupe.pulsar_wire.batches import EntryKind, EntryRow, EntryRows, batch_of, range_of
 from seqdedupe.pulsar_wire.frames import COMPRESSIONS, WireEntry, metadata_of
@@ -32,6 +45,7 @@ from seqdedupe.topic.lives import PublishedTopics
 from seqdedupe.topic.operations import open_sessions
 from seqdedupe.topic.policy import Applied
 from seqdedupe.topic.topic import Topic
+from seqdedupe.v1.admin_pb2 import StockEntry, StockTopic
 from tests.log.conformance import replayed, what
 from tests.log.pulsar.client import StandInBrokers
 from tests.log.pulsar.test_log import TOPIC, StandInHarness
@@ -93,6 +107,124 @@ def test_numbers_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(taking_over, "MAX_NUMBERS_BYTES", 20)
     with pytest.raises(SeqdedupeError, match=r"knows 2 producers .*INVALID_REQUEST"):
         properties_of(StoredBefore(MessageId(17, 4), {"a": 1, "b": 2}))
+
+
+def stock_topic(*ledgers: tuple[int, int], **numbers: int) -> StockTopic:
+    """What a job has read of these ledgers, each with so many entries."""
+    (first, _), (last, entries) = ledgers[0], ledgers[-1]
+    return StockTopic(
+        topic=TOPIC,
+        ledger_ids=[ledger for ledger, _ in ledgers],
+        ledger_entries=[entries for _, entries in ledgers],
+        first=StockEntry(ledger_id=first),
+        last=StockEntry(ledger_id=last, entry_id=entries - 1),
+        producer_names=[*numbers],
+        persisted=[*numbers.values()],
+    )
+
+
+def ledgers(*several: tuple[int, int]) -> Ledgers:
+    return Ledgers([Ledger(ledger, entries, 100) for ledger, entries in several])
+
+
+def test_what_a_job_has_read_is_kept_with_the_brokers_numbers() -> None:
+    before = StoredBefore(MessageId(17, 9), {"gone": 7, "p": 6}, ledgers((17, 10)))
+    properties = properties_of(before, stock_topic((17, 5), p=8, q=2))
+    assert numbers_before(properties) == {"gone": 7, "p": 8, "q": 2}
+    assert (last_before(properties), read_before(properties)) == (MessageId(17, 9), MessageId(17, 4))
+    # Of a partition that was empty, all is read.
+    nothing = properties_of(before, StockTopic(topic=TOPIC))
+    assert (numbers_before(nothing), read_before(nothing)) == ({"gone": 7, "p": 6}, None)
+
+
+def test_numbers_of_another_attempt_are_not_those_of_the_job() -> None:
+    """It has replaced one property, not the other: else IDs up to the place would be known to nobody."""
+    before = StoredBefore(MessageId(17, 9), {"gone": 7}, ledgers((17, 10)))
+    both = properties_of(before, stock_topic((17, 5), p=8)) | properties_of(before)
+    assert (READ in both, read_before(both)) == (True, None)
+    assert read_before(properties_of(before)) is None
+    for text in ("17", "17:4", "17:4:x", "x:4:00000000"):
+        with suppress(DamagedError):
+            assert read_before({READ: text, NUMBERS: ""}) is None
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_same"),
+    [
+        ([(3, 5), (8, 4), (9, 2)], True),
+        ([(3, 5), (8, 4), (9, 7), (12, 3)], True),
+        ([(8, 4), (9, 2)], True),
+        ([(9, 2)], True),
+        ([(3, 5), (8, 4), (9, 1)], False),
+        ([(3, 5), (8, 4)], False),
+        ([(12, 3)], False),
+        ([], False),
+        ([(3, 4), (8, 4), (9, 2)], False),
+        ([(3, 5), (9, 2)], False),
+        ([(1, 1), (3, 5), (8, 4), (9, 2)], False),
+        ([(3, 5), (7, 1), (8, 4), (9, 2)], False),
+    ],
+)
+def test_only_the_first_ledgers_that_were_read_may_be_gone(stored: list[tuple[int, int]], is_same: bool) -> None:
+    read = stock_topic((3, 5), (8, 4), (9, 2))
+    with nullcontext() if is_same else pytest.raises(SeqdedupeError, match="INVALID_REQUEST"):
+        check_ledgers(read, ledgers(*stored))
+
+
+@pytest.mark.parametrize("entry_format", EntryFormat)
+async def test_what_a_job_has_read_is_not_read_again(entry_format: EntryFormat) -> None:
+    harness = StandInHarness(entry_format)
+    for sequence_id in range(100):
+        harness.topic.add(stock(), "p", sequence_id)
+    harness.begins_at = harness.topic.last
+    harness.earlier = {"p": 99, "q": 3}
+    for sequence_id in (100, 101):
+        harness.topic.add(stock(), "p", sequence_id)
+    log = await harness.open()
+    assert log.earlier == {"p": 101, "q": 3}
+    assert harness.client.entries_read == 3
+    await log.open_for_writing(1, bytes(16), lambda outcome: None)
+    assert [what(record) for record in await replayed(log)] == [("marker", 1, 0)]
+    await log.close()
+
+
+async def test_a_job_reads_to_an_end_that_no_reader_gets() -> None:
+    harness = StandInHarness(EntryFormat.PLAIN)
+    places = [harness.topic.add(stock(), "p", sequence_id) for sequence_id in range(5)]
+    log = await harness.open()
+
+    async def read(first: MessageId, last: MessageId) -> tuple[bool, list[MessageId], dict[str, int]]:
+        found: list[MessageId] = []
+        reader = await open_reader(log._shared.brokers, TOPIC, first, None)
+        ledgers, find_end = partial(harness.admin.ledgers, TOPIC), partial(harness.admin.end_after, TOPIC)
+        scan = LogScan(reader, TOPIC, Point.start(-1), ledgers, find_end)
+        is_whole = await scan.step_to(last, lambda entry: found.append(entry.message_id))
+        await scan.close()
+        return is_whole, found, scan.collector.earlier
+
+    assert await read(places[1], places[3]) == (True, places[1:4], {"p": 3})
+    harness.topic.add_hidden()
+    assert await read(places[3], harness.topic.last) == (False, places[3:], {"p": 4})
+    hidden = harness.topic.last
+    harness.topic.add(stock(), "p", 9)
+    assert await read(places[3], hidden) == (True, places[3:], {"p": 4})
+    await log.close()
+
+
+@pytest.mark.parametrize("entry_format", EntryFormat)
+def test_a_job_knows_entries_of_sidecars_in_every_format(entry_format: EntryFormat) -> None:
+    message, name = marker(1), "seqdedupe-one-\x1f0" if entry_format is EntryFormat.NATIVE else "seqdedupe-one-0"
+    if entry_format is EntryFormat.NATIVE:
+        entry = wire_entry(message, name, 3)
+    else:
+        entry = single_wire_entry(message, name, 3, 1)
+    with pytest.raises(DamagedError, match="of another incarnation"):
+        check_earlier(stock_entry(MessageId(1, 2), entry, metadata_of(entry)))
+    # Anybody may write such a field; the IDs of its producer count.
+    metadata = MessageMetadata(producer_name=b"p", sequence_id=4, publish_time=1, seqdedupe=b"\x01")
+    found = stock_entry(MessageId(1, 2), WireEntry(b"", b""), metadata)
+    check_earlier(found)
+    assert (found.producer_name, found.sequence_id) == ("p", 4)
 
 
 @pytest.mark.parametrize("text", ["{}", "eA==", "eJyrVgIAATIAqA==", "\x00"])
