@@ -1,0 +1,75 @@
+"""The clients under test, their programs, and the sidecars that the scenarios share."""
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from seqdedupe.testing import Sidecar
+from tests.client_conformance.lines import Client, Program
+from tests.client_conformance.scripted import Scripted
+
+YOURS = "SEQDEDUPE_CLIENT"
+"""The variable with the command of another client's program, which is then the only one that is tested."""
+
+ROOT = Path(__file__).parents[2]
+
+
+def _python(module: str, *options: str) -> list[str]:
+    return [sys.executable, "-m", f"tests.client_conformance.{module}", *options]
+
+
+CLIENTS = [
+    Client("python", _python("python_program"), ROOT),
+    Client("python-blocking", _python("python_program", "--blocking"), ROOT),
+]
+if command := os.environ.get(YOURS):
+    CLIENTS = [Client("yours", shlex.split(command), Path.cwd())]
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[dict[str, Program]]:
+    """The programs that run, by their clients' names: scenarios that fail or kill leave none."""
+    running: dict[str, Program] = {}
+    yield running
+    for program in running.values():
+        program.kill()
+
+
+@pytest.fixture(params=CLIENTS, ids=lambda client: client.name)
+def program(request: pytest.FixtureRequest, programs: dict[str, Program]) -> Iterator[Program]:
+    """A program of each client, from which earlier scenarios are gone."""
+    client: Client = request.param
+    found = programs.pop(client.name, None)
+    if found is None or not found.runs:
+        found = Program(client)
+    failed = request.session.testsfailed
+    try:
+        yield found
+    finally:
+        if request.session.testsfailed == failed and found.runs:
+            programs[client.name] = found
+        else:
+            found.kill()
+
+
+@pytest.fixture
+def scripted(program: Program) -> Iterator[Scripted]:
+    """A sidecar that the scenario plays, to which the program's client is connected."""
+    sidecar = Scripted(program)
+    try:
+        program.connect(sidecar.address)
+        yield sidecar
+        sidecar.check()
+    finally:
+        sidecar.close()
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sidecar]:
+    """A sidecar that scenarios may kill: it starts again, at the same address."""
+    with Sidecar(tmp_path_factory.mktemp("conformance")) as sidecar:
+        yield sidecar

@@ -1,0 +1,130 @@
+"""Faults planted in the Python client: clients that break one duty each, which the harness must reject."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from seqdedupe.client import Verdict, publish_calls
+from seqdedupe.client.pending import InFlightBatch, ReceiptColumns
+from seqdedupe.client.send_queue import SendQueue
+from seqdedupe.errors import NEVER, SeqdedupeError
+from seqdedupe.limits import NO_SEQUENCE_ID
+
+
+def resends_without_link() -> None:
+    """What is sent again has no predecessor."""
+    sent: set[int] = set()
+
+    def changed(frame: InFlightBatch | None) -> InFlightBatch | None:
+        if frame is not None:
+            first = int(frame.batch.sequence_ids[0])
+            if first in sent:
+                frame.batch.previous_sequence_ids = np.array([NO_SEQUENCE_ID], np.int64)
+            sent.add(first)
+        return frame
+
+    _after(SendQueue, "next_frame", changed)
+
+
+def ignores_unknown() -> None:
+    """Unknown is taken for an end."""
+
+    def before(_: SendQueue, __: int, receipt: ReceiptColumns) -> None:
+        receipt.verdicts[receipt.verdicts == Verdict.UNKNOWN] = Verdict.DUP
+
+    _before(SendQueue, "receipt", before)
+
+
+def gives_up_on_recovering() -> None:
+    """RECOVERING is final."""
+
+    def before(_: SendQueue, __: int, refusal: SeqdedupeError) -> None:
+        if refusal.reason == "RECOVERING":
+            refusal.retry_delay_ms = NEVER
+
+    _before(SendQueue, "refused", before)
+
+
+def drops_a_resend() -> None:
+    """The first batch that is to be sent again is passed over."""
+
+    def before(queue: SendQueue, _: int, refusal: SeqdedupeError) -> None:
+        for pending in queue._unanswered.values():
+            pending.has_receipts = True
+
+    _before(SendQueue, "refused", before)
+
+
+def opens_without_epochs() -> None:
+    """A resume is a new session."""
+    request = publish_calls.publish_pb2.OpenRequest
+
+    def made(**columns: Any) -> Any:
+        return request(**columns | {"epochs": []})
+
+    publish_calls.publish_pb2 = _Replaced(publish_calls.publish_pb2, OpenRequest=made)  # type: ignore[attr-defined]
+
+
+def goes_on_after_data_loss() -> None:
+    """What a resume says of earlier messages is not looked at."""
+    SendQueue._check_resumed = lambda *_: None  # type: ignore[method-assign]
+
+
+def ignores_delays() -> None:
+    """What was refused is sent again at once."""
+
+    def before(_: SendQueue, __: int, refusal: SeqdedupeError) -> None:
+        refusal.retry_delay_ms = min(refusal.retry_delay_ms, 0)
+
+    _before(SendQueue, "refused", before)
+
+
+def repeats_frame_numbers() -> None:
+    """Every frame has the same number."""
+    _after(SendQueue, "next_frame", lambda frame: frame and frame._replace(number=7))
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__.replace("_", "-"): fault
+    for fault in (
+        resends_without_link,
+        ignores_unknown,
+        gives_up_on_recovering,
+        drops_a_resend,
+        opens_without_epochs,
+        goes_on_after_data_loss,
+        ignores_delays,
+        repeats_frame_numbers,
+    )
+}
+
+
+class _Replaced:
+    """A module with some names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self._module = module
+        self.__dict__.update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _before(kind: type, name: str, act: Callable[..., None]) -> None:
+    """`act` gets the arguments of this method first."""
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def replaced(*given: Any) -> Any:
+        act(*given)
+        return method(*given)
+
+    setattr(kind, name, replaced)
+
+
+def _after(kind: type, name: str, change: Callable[[Any], Any]) -> None:
+    """`change` makes the result of this method."""
+    method = getattr(kind, name)
+    setattr(kind, name, functools.wraps(method)(lambda *given: change(method(*given))))
