@@ -4,6 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ YOURS = "SEQDEDUPE_CLIENT"
 ROOT = Path(__file__).parents[2]
 
 
-def _python(module: str, *options: str) -> list[str]:
-    return [sys.executable, "-m", f"tests.client_conformance.{module}", *options]
+def python_program(*options: str) -> list[str]:
+    """The command of the Python clients' program."""
+    return [sys.executable, "-m", "tests.client_conformance.python_program", *options]
 
 
 CLIENTS = [
-    Client("python", _python("python_program"), ROOT),
-    Client("python-blocking", _python("python_program", "--blocking"), ROOT),
+    Client("python", python_program(), ROOT),
+    Client("python-blocking", python_program("--blocking"), ROOT),
 ]
 if command := os.environ.get(YOURS):
     CLIENTS = [Client("yours", shlex.split(command), Path.cwd())]
@@ -56,9 +58,9 @@ def program(request: pytest.FixtureRequest, programs: dict[str, Program]) -> Ite
             found.kill()
 
 
-@pytest.fixture
-def scripted(program: Program) -> Iterator[Scripted]:
-    """A sidecar that the scenario plays, to which the program's client is connected."""
+@contextmanager
+def serving(program: Program) -> Iterator[Scripted]:
+    """A sidecar that a scenario plays, to which the program's client is connected."""
     sidecar = Scripted(program)
     try:
         program.connect(sidecar.address)
@@ -66,6 +68,12 @@ def scripted(program: Program) -> Iterator[Scripted]:
         sidecar.check()
     finally:
         sidecar.close()
+
+
+@pytest.fixture
+def scripted(program: Program) -> Iterator[Scripted]:
+    with serving(program) as sidecar:
+        yield sidecar
 
 
 @pytest.fixture(scope="module")

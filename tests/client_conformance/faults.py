@@ -6,9 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from seqdedupe.address import SidecarAddress
 from seqdedupe.client import Verdict, publish_calls
-from seqdedupe.client.pending import InFlightBatch, ReceiptColumns
+from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns
+from seqdedupe.client.producer_session import Session
+from seqdedupe.client.publish_calls import StreamAnswer
+from seqdedupe.client.route import Sidecars
 from seqdedupe.client.send_queue import SendQueue
+from seqdedupe.client.stream import PublishStream
 from seqdedupe.errors import NEVER, SeqdedupeError
 from seqdedupe.limits import NO_SEQUENCE_ID
 
@@ -29,12 +34,14 @@ def resends_without_link() -> None:
 
 
 def ignores_unknown() -> None:
-    """Unknown is taken for an end."""
+    """Unknown is taken for Dup."""
+    record = PendingBatch.record
 
-    def before(_: SendQueue, __: int, receipt: ReceiptColumns) -> None:
-        receipt.verdicts[receipt.verdicts == Verdict.UNKNOWN] = Verdict.DUP
+    def replaced(pending: PendingBatch, receipt: ReceiptColumns) -> None:
+        verdicts = np.where(receipt.verdicts == Verdict.UNKNOWN, Verdict.DUP, receipt.verdicts)
+        record(pending, receipt._replace(verdicts=verdicts))
 
-    _before(SendQueue, "receipt", before)
+    PendingBatch.record = replaced  # type: ignore[method-assign]
 
 
 def gives_up_on_recovering() -> None:
@@ -48,11 +55,11 @@ def gives_up_on_recovering() -> None:
 
 
 def drops_a_resend() -> None:
-    """The first batch that is to be sent again is passed over."""
+    """A batch that was refused is passed over."""
 
-    def before(queue: SendQueue, _: int, refusal: SeqdedupeError) -> None:
-        for pending in queue._unanswered.values():
-            pending.has_receipts = True
+    def before(queue: SendQueue, frame: int, refusal: SeqdedupeError) -> None:
+        if frame in queue._unanswered and refusal.reason != "PREDECESSOR_MISSING":
+            queue._unanswered[frame].has_receipts = True
 
     _before(SendQueue, "refused", before)
 
@@ -86,6 +93,26 @@ def repeats_frame_numbers() -> None:
     _after(SendQueue, "next_frame", lambda frame: frame and frame._replace(number=7))
 
 
+def accepts_without_limit() -> None:
+    """Any number of bytes may be in flight."""
+    Session._update_room = lambda self: self.has_room.set()  # type: ignore[method-assign]
+
+
+def follows_any_address() -> None:
+    """Credentials go wherever a sidecar says."""
+    Sidecars.allowed = lambda self, text: SidecarAddress.parse(text)  # type: ignore[method-assign]
+
+
+def heeds_lower_terms() -> None:
+    """Answers of a sidecar that is not the owner any more count."""
+    take = PublishStream._take
+
+    def replaced(stream: PublishStream, answer: StreamAnswer) -> None:
+        take(stream, answer._replace(term=max(answer.term, stream.openings.term)))
+
+    PublishStream._take = replaced  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__.replace("_", "-"): fault
     for fault in (
@@ -97,6 +124,9 @@ FAULTS: dict[str, Callable[[], None]] = {
         goes_on_after_data_loss,
         ignores_delays,
         repeats_frame_numbers,
+        accepts_without_limit,
+        follows_any_address,
+        heeds_lower_terms,
     )
 }
 

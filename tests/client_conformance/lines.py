@@ -88,6 +88,8 @@ class Command:
         self.answer: dict[str, Any] | None = None
         self.is_expected_to_fail = False
         """Whether an error was asked for: any other one ends the scenario."""
+        self.is_undecided = False
+        """Whether the sidecar has said nothing yet that ends this command: an answer then ends the scenario."""
 
     def accepted(self) -> "Command":
         """Waits until the client has taken all messages of a `send`."""
@@ -218,8 +220,12 @@ class Program:
         """Raises AssertionError if a command has failed that should not, or if the program has ended."""
         assert not self._has_ended, self.said("the program has ended")
         for command in [*self._commands.values()]:
-            if command.answer is not None and "error" in command.answer and not command.is_expected_to_fail:
+            if command.answer is None:
+                continue
+            if "error" in command.answer and not command.is_expected_to_fail:
                 raise AssertionError(self.said(f"{command.what} has failed"))
+            if command.is_undecided:
+                raise AssertionError(self.said(f"{command.what} was answered before its messages were decided"))
 
     def said(self, what: str) -> str:
         """The text of an assertion: what is wrong, and the lines that were exchanged."""

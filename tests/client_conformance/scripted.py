@@ -16,7 +16,7 @@ import grpc
 
 from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, batch_pb2, publish_pb2, publish_pb2_grpc
 from tests.client.fake_sidecar import Refused
-from tests.client_conformance.lines import PATIENCE_SECONDS, Program
+from tests.client_conformance.lines import PATIENCE_SECONDS, Command, Program
 
 INCARNATION = 5
 NEVER = -1
@@ -200,7 +200,8 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         """If set, resumes are answered with this persisted ID, and no scenario waits for them."""
         self.is_proxy = False
         """Whether empty answers are a proxy's, so that GetVersion has one too."""
-        self.opens_seen = 0
+        self._is_closed = False
+        self._opened: list[Opening] = []
         self._openings: queue.SimpleQueue[Opening] = queue.SimpleQueue()
         self._frames: queue.SimpleQueue[tuple[Stream, publish_pb2.Frame, float]] = queue.SimpleQueue()
         self._streams: list[Stream] = []
@@ -219,15 +220,25 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
 
     def close(self) -> None:
         """Ends; a duty that was broken fails the scenario."""
+        self._is_closed = True  # a call that comes now ends too
         for stream in self._streams:
             stream.end()
-        while not self._openings.empty():
-            self._openings.get().fail(grpc.StatusCode.UNAVAILABLE)
+        for opening in self._opened:
+            opening.fail(grpc.StatusCode.UNAVAILABLE)
         self._server.stop(0).wait()
+
+    def is_wrong(self, what: str) -> None:
+        """The scenario fails because of this."""
+        self._wrong.append(what)
 
     def check(self) -> None:
         """Raises AssertionError if a duty was broken."""
         assert not self._wrong, self.program.said(f"a duty was broken: {self._wrong[0]}")
+
+    @property
+    def opens_seen(self) -> int:
+        """The number of calls of `Open`."""
+        return len(self._opened)
 
     # -- What a scenario waits for.
 
@@ -303,6 +314,17 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         assert stream is not None
         return Frames(self, stream, got, 0.0)
 
+    def fails(self, command: Command, *reasons: str) -> None:
+        """The command fails with one of these reasons, and no message is sent."""
+        command.is_expected_to_fail = True
+
+        def has_failed() -> bool:
+            self.nothing_came()
+            return command.answer is not None
+
+        self.program.until(has_failed, f"{command.what} fails")
+        command.error(*reasons)
+
     def nothing_came(self) -> None:
         """Raises AssertionError if a message has come."""
         while not self._frames.empty():
@@ -318,6 +340,8 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
             except queue.Empty:
                 self.check()
                 self.program.check()
+                hinders = waiting is self._frames and not self._openings.empty()
+                assert not hinders, self.program.said(f"Open was called where there were due: {what}")
                 assert time.monotonic() < ends, self.program.said(f"after {PATIENCE_SECONDS:g} seconds, not: {what}")
 
     # -- What the sidecar does.
@@ -334,12 +358,14 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
 
     def Open(self, request: publish_pb2.OpenRequest, context: Any) -> publish_pb2.OpenResponse:
         opening = Opening(self, request)
-        self.opens_seen += 1
+        self._opened.append(opening)
+        if self._is_closed:
+            opening.fail(grpc.StatusCode.UNAVAILABLE)
         if self.opens_with is None:
             self._openings.put(opening)
         else:
             if list(request.epochs) != [self.names[name].epoch for name in request.producer_names]:
-                self._wrong.append("a resume without its epochs (duty 5)")
+                self.is_wrong("a resume without its epochs (duty 5)")
             opening.answer(self.opens_with)
         outcome = opening.outcome.get()
         return _abort(context, outcome) if isinstance(outcome, Refused) else outcome
@@ -352,7 +378,7 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         context.send_initial_metadata(())
         if any(key == "seqdedupe-greeting" for key, _ in context.invocation_metadata()):
             yield publish_pb2.PublishStreamResponse()
-        if self.breaks_streams:
+        if self.breaks_streams or self._is_closed:
             self.breaks_streams -= 1
             stream.end()
             return
@@ -367,7 +393,7 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         try:
             for request in requests:
                 if is_first == (request.topic == ""):
-                    self._wrong.append("the topic is in the first message of a stream, and in no other")
+                    self.is_wrong("the topic is in the first message of a stream, and in no other")
                 stream.has_early_receipts |= request.early_receipts
                 is_first = False
                 for frame in request.frames:
@@ -381,20 +407,20 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
     def _judge(self, frame: publish_pb2.Frame) -> None:
         """Notes what is against the duties."""
         if frame.number in self._numbers:
-            self._wrong.append(f"the frame number {frame.number} is used twice (duty 2)")
+            self.is_wrong(f"the frame number {frame.number} is used twice (duty 2)")
         self._numbers.add(frame.number)
         batch = frame.batch
         for place, name in enumerate(names_of(batch)):
             ids = rows_of(frame, name)
             known = self.names.get(name)
             if known is None or batch.epochs[place] != known.epoch:
-                self._wrong.append(f"a frame of {name} has the epoch {batch.epochs[place]}, which is not the last one")
+                self.is_wrong(f"a frame of {name} has the epoch {batch.epochs[place]}, which is not the last one")
                 continue
             link, due = batch.previous_sequence_ids[place], known.link(ids[0])
             if link != due:
-                self._wrong.append(f"the batch of {name} with {ids} has the link {link} instead of {due} (duty 7)")
+                self.is_wrong(f"the batch of {name} with {ids} has the link {link} instead of {due} (duty 7)")
             if any(later <= earlier for earlier, later in pairwise(ids)):
-                self._wrong.append(f"the IDs {ids} do not ascend")
+                self.is_wrong(f"the IDs {ids} do not ascend")
             for one in ids:
                 known.add(one)
 
