@@ -27,6 +27,7 @@ def python_program(*options: str) -> list[str]:
 CLIENTS = [
     Client("python", python_program(), ROOT),
     Client("python-blocking", python_program("--blocking"), ROOT),
+    Client("schema", [sys.executable, "-m", "tests.client_conformance.schema_program"], ROOT),
 ]
 if command := os.environ.get(YOURS):
     CLIENTS = [Client("yours", shlex.split(command), Path.cwd())]

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import Verdict, publish_calls
+from seqdedupe.client import Verdict
 from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns
 from seqdedupe.client.producer_session import Session
-from seqdedupe.client.publish_calls import StreamAnswer
+from seqdedupe.client.publish_calls import Openings, StreamAnswer
 from seqdedupe.client.route import Sidecars
 from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.client.stream import PublishStream
@@ -41,7 +41,7 @@ def ignores_unknown() -> None:
         verdicts = np.where(receipt.verdicts == Verdict.UNKNOWN, Verdict.DUP, receipt.verdicts)
         record(pending, receipt._replace(verdicts=verdicts))
 
-    PendingBatch.record = replaced  # type: ignore[method-assign]
+    setattr(PendingBatch, "record", replaced)  # noqa: B010
 
 
 def gives_up_on_recovering() -> None:
@@ -66,12 +66,8 @@ def drops_a_resend() -> None:
 
 def opens_without_epochs() -> None:
     """A resume is a new session."""
-    request = publish_calls.publish_pb2.OpenRequest
-
-    def made(**columns: Any) -> Any:
-        return request(**columns | {"epochs": []})
-
-    publish_calls.publish_pb2 = _Replaced(publish_calls.publish_pb2, OpenRequest=made)  # type: ignore[attr-defined]
+    open_name = Openings.open
+    setattr(Openings, "open", lambda openings, name, _: open_name(openings, name, None))  # noqa: B010
 
 
 def goes_on_after_data_loss() -> None:
@@ -110,7 +106,7 @@ def heeds_lower_terms() -> None:
     def replaced(stream: PublishStream, answer: StreamAnswer) -> None:
         take(stream, answer._replace(term=max(answer.term, stream.openings.term)))
 
-    PublishStream._take = replaced  # type: ignore[method-assign]
+    setattr(PublishStream, "_take", replaced)  # noqa: B010
 
 
 FAULTS: dict[str, Callable[[], None]] = {
@@ -129,17 +125,6 @@ FAULTS: dict[str, Callable[[], None]] = {
         heeds_lower_terms,
     )
 }
-
-
-class _Replaced:
-    """A module with some names replaced."""
-
-    def __init__(self, module: Any, **names: Any) -> None:
-        self._module = module
-        self.__dict__.update(names)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 def _before(kind: type, name: str, act: Callable[..., None]) -> None:

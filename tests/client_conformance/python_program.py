@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from seqdedupe import client as for_asyncio
@@ -62,7 +63,9 @@ def message_form(message: Message) -> Members:
 
 
 def kept_of(members: Members | None) -> Kept | None:
-    return members and Kept(Position.from_bytes(base64.b64decode(members["position"])), members["note"])
+    return (
+        None if members is None else Kept(Position.from_bytes(base64.b64decode(members["position"])), members["note"])
+    )
 
 
 def columns_of(message: Members) -> Members:
@@ -74,6 +77,10 @@ def columns_of(message: Members) -> Members:
         "properties": message.get("properties"),
         "event_time": None if event_time is None else int(event_time),
     }
+
+
+def _same(receipt: Awaitable[Published]) -> Awaitable[Published]:
+    return receipt
 
 
 class Program:
@@ -151,7 +158,7 @@ class Program:
         return {"protocol": 1, "client": "python, for threads" if self._is_blocking else "python", "lacks": []}
 
     async def _do_open_producer(self, command: Members, on: str) -> Members:
-        config = {}
+        config: Members = {}
         if "delivery_timeout_ms" in command:
             config["delivery_timeout_seconds"] = int(command["delivery_timeout_ms"]) / 1000
         if "max_in_flight_bytes" in command:
@@ -176,18 +183,18 @@ class Program:
                 if "sequence_id" in one:
                     number = int(one["sequence_id"])
                     receipt = await self._call(sender.send, columns.pop("payload"), number, **columns)
-                    waits.append(self._call(receipt.result) if self._is_blocking else receipt)
+                    waits.append(partial(self._call, receipt.result) if self._is_blocking else partial(_same, receipt))
                 else:
                     id_bytes = base64.b64decode(one["deduplication_id"])
                     call = self._call(sender.send, columns.pop("payload"), deduplication_id=id_bytes, **columns)
-                    waits.append(asyncio.create_task(call))
+                    waits.append(partial(_same, asyncio.create_task(call)))
         except SeqdedupeError as e:
             self._print(command, {"error": {"reason": e.reason, "message": e.message}})
             return
         self._print(command, {"accepted": True})
 
         async def receipts() -> Members:
-            return {"receipts": [receipt_form(await wait, one) for wait, one in zip(waits, messages, strict=True)]}
+            return {"receipts": [receipt_form(await wait(), one) for wait, one in zip(waits, messages, strict=True)]}
 
         self._start(self._answer(command, receipts()))
 

@@ -7,14 +7,14 @@ import queue
 import threading
 import time
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any, NoReturn
 
 import grpc
 
-from seqdedupe.v1 import admin_pb2, admin_pb2_grpc, batch_pb2, publish_pb2, publish_pb2_grpc
+from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
 from tests.client.fake_sidecar import Refused
 from tests.client_conformance.lines import PATIENCE_SECONDS, Command, Program
 
@@ -84,9 +84,11 @@ class Opening:
         )
         self.outcome.put(answer)
 
-    def fail(self, code: grpc.StatusCode, *given: Any, **numbers: str) -> None:
+    def fail(
+        self, code: grpc.StatusCode, reason: str | None = None, delay_ms: int | None = None, **numbers: str
+    ) -> None:
         """The call ends with this status, reason and delay."""
-        self.outcome.put(Refused(code, *given, **numbers))
+        self.outcome.put(Refused(code, reason, delay_ms, **numbers))
 
 
 class Stream:
@@ -104,22 +106,38 @@ class Stream:
 
 
 class Frames:
-    """Frames of one stream that wait for answers."""
+    """Frames that wait for answers, each with its stream."""
 
-    def __init__(self, sidecar: "Scripted", stream: Stream, frames: list[publish_pb2.Frame], came_at: float) -> None:
+    def __init__(self, sidecar: "Scripted", frames: list[tuple[Stream, publish_pb2.Frame]], came_at: float) -> None:
         self._sidecar = sidecar
-        self.stream = stream
-        self.frames = frames
+        self._frames = frames
         self.came_at = came_at
+
+    @property
+    def frames(self) -> list[publish_pb2.Frame]:
+        return [frame for _, frame in self._frames]
+
+    @property
+    def stream(self) -> Stream:
+        """The stream of the last one."""
+        return self._frames[-1][0]
 
     @property
     def ids(self) -> list[int]:
         return [one for frame in self.frames for one in frame.batch.sequence_ids]
 
-    def answer(self, receipts: Iterable[publish_pb2.Receipt] = (), **columns: Any) -> None:
+    def answer(
+        self, receipts: Iterable[publish_pb2.Receipt] = (), refusals: Iterable[publish_pb2.Refusal] = (), **columns: Any
+    ) -> None:
+        """Each stream has one answer, with what is for its frames."""
         columns = {"incarnation": INCARNATION, "term": self._sidecar.term} | columns
         columns["durable_index"] = self._sidecar.durable_index
-        self.stream.out.put(publish_pb2.PublishStreamResponse(receipts=receipts, **columns))
+        all_receipts, all_refusals = [*receipts], [*refusals]
+        for stream in dict.fromkeys(stream for stream, _ in self._frames):
+            numbers = {frame.number for of, frame in self._frames if of is stream}
+            columns["receipts"] = [one for one in all_receipts if one.frame in numbers]
+            columns["refusals"] = [one for one in all_refusals if one.frame in numbers]
+            stream.out.put(publish_pb2.PublishStreamResponse(**columns))
 
     def store(self, dup_up_to: int = -1, *, is_early: bool = False, **columns: Any) -> None:
         """All rows are new, but for those up to an ID, which are Dup. They are durable unless the receipt is early."""
@@ -185,7 +203,7 @@ def _rows(frame: publish_pb2.Frame) -> int:
     return len(frame.batch.payload_offsets) - 1
 
 
-class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServiceServicer):
+class Scripted:
     """The sidecar. All waits end with an AssertionError as soon as the client cannot do any more what is waited for."""
 
     def __init__(self, program: Program) -> None:
@@ -209,8 +227,7 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         self._wrong: list[str] = []
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
         self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
-        publish_pb2_grpc.add_PublishServiceServicer_to_server(self, self._server)
-        admin_pb2_grpc.add_AdminServiceServicer_to_server(self, self._server)
+        self._server.add_generic_rpc_handlers((self._publish_service(), self._admin_service()))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -259,20 +276,20 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         return self.take_of({name: ids}, maybe)
 
     def take_of(self, ids: Mapping[str, Sequence[int]], maybe: Sequence[int] = ()) -> Frames:
-        """The same for several producers, whose messages may share frames."""
-        got: list[publish_pb2.Frame] = []
-        stream: Stream | None = None
+        """The same for several producers, whose messages may share streams and frames."""
+        got: list[tuple[Stream, publish_pb2.Frame]] = []
+        streams: dict[str, Stream] = {}
         left = {name: list(some) for name, some in ids.items()}
         came_at = 0.0
         while any(left.values()):
-            of, frame, at = self._next(self._frames, f"the messages {left}")
-            if of.has_ended:
+            stream, frame, at = self._next(self._frames, f"the messages {left}")
+            if stream.has_ended:
                 continue
             came_at = came_at or at
-            if stream is not of:
-                got, left, stream = [], {name: list(some) for name, some in ids.items()}, of
-            got.append(frame)
+            got = [one for one in got if not one[0].has_ended] + [(stream, frame)]
             for name in names_of(frame.batch):
+                if streams.setdefault(name, stream) is not stream:
+                    streams[name], left[name] = stream, [*ids.get(name, ())]
                 for one in rows_of(frame, name):
                     due = left.get(name, [])
                     if due and one == due[0]:
@@ -280,16 +297,15 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
                     else:
                         wrong = f"message {one} of {name} was sent where {due or 'nothing'} was due (duty 4)"
                         assert one in maybe, self.program.said(wrong)
-        assert stream is not None
         self.check()
-        return Frames(self, stream, got, came_at)
+        return Frames(self, got, came_at)
 
     def take_some(self, ids: Sequence[int]) -> Frames:
         """The next frame, which must begin with the first of these messages and go on in their order."""
         stream, frame, came_at = self._next(self._frames, f"the messages {ids}")
         while stream.has_ended:
             stream, frame, came_at = self._next(self._frames, f"the messages {ids}")
-        frames = Frames(self, stream, [frame], came_at)
+        frames = Frames(self, [(stream, frame)], came_at)
         due = list(ids[: len(frames.ids)])
         assert frames.ids == due, self.program.said(f"messages {frames.ids} were sent where {due} were due (duty 4)")
         self.check()
@@ -303,16 +319,27 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
             frames.store(dup_up_to)
             left = left[len(frames.ids) :]
 
+    def play(self, answer: Callable[[Frames], None], *commands: Command) -> None:
+        """Answers each frame so, until these commands have their answers."""
+
+        def is_done() -> bool:
+            while not self._frames.empty():
+                stream, frame, came_at = self._frames.get()
+                if not stream.has_ended:
+                    answer(Frames(self, [(stream, frame)], came_at))
+            self.check()
+            return all(command.answer is not None for command in commands)
+
+        self.program.until(is_done, f"answers of {[command.what for command in commands]}")
+
     def ids_taken(self, count: int) -> Frames:
         """The next frames, until they have this many messages of a topic of deduplication IDs."""
-        got: list[publish_pb2.Frame] = []
-        stream: Stream | None = None
-        while sum(map(_rows, got)) < count:
-            of, frame, _ = self._next(self._frames, f"{count} messages")
-            if not of.has_ended:
-                got, stream = ([*got, frame] if of is stream else [frame]), of
-        assert stream is not None
-        return Frames(self, stream, got, 0.0)
+        got: list[tuple[Stream, publish_pb2.Frame]] = []
+        while sum(_rows(frame) for _, frame in got) < count:
+            stream, frame, _ = self._next(self._frames, f"{count} messages")
+            if not stream.has_ended:
+                got = [one for one in got if not one[0].has_ended] + [(stream, frame)]
+        return Frames(self, got, 0.0)
 
     def fails(self, command: Command, *reasons: str) -> None:
         """The command fails with one of these reasons, and no message is sent."""
@@ -356,7 +383,7 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         known.add(persisted)
         return known.epoch
 
-    def Open(self, request: publish_pb2.OpenRequest, context: Any) -> publish_pb2.OpenResponse:
+    def open(self, request: publish_pb2.OpenRequest, context: Any) -> publish_pb2.OpenResponse:
         opening = Opening(self, request)
         self._opened.append(opening)
         if self._is_closed:
@@ -370,7 +397,7 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
         outcome = opening.outcome.get()
         return _abort(context, outcome) if isinstance(outcome, Refused) else outcome
 
-    def PublishStream(
+    def _publish_stream(
         self, requests: Iterator[publish_pb2.PublishStreamRequest], context: Any
     ) -> Iterator[publish_pb2.PublishStreamResponse]:
         stream = Stream()
@@ -424,11 +451,37 @@ class Scripted(publish_pb2_grpc.PublishServiceServicer, admin_pb2_grpc.AdminServ
             for one in ids:
                 known.add(one)
 
-    def GetVersion(self, request: admin_pb2.GetVersionRequest, context: Any) -> admin_pb2.GetVersionResponse:
+    def _get_version(self, request: admin_pb2.GetVersionRequest, context: Any) -> admin_pb2.GetVersionResponse:
         return admin_pb2.GetVersionResponse(version="" if self.is_proxy else "scripted")
 
-    def GetTopic(self, request: admin_pb2.GetTopicRequest, context: Any) -> admin_pb2.GetTopicResponse:
+    def _get_topic(self, request: admin_pb2.GetTopicRequest, context: Any) -> admin_pb2.GetTopicResponse:
         return admin_pb2.GetTopicResponse(topic=admin_pb2.Topic(name=request.topic))
+
+    def _publish_service(self) -> grpc.GenericRpcHandler:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Open": grpc.unary_unary_rpc_method_handler(
+                self.open, publish_pb2.OpenRequest.FromString, publish_pb2.OpenResponse.SerializeToString
+            ),
+            "PublishStream": grpc.stream_stream_rpc_method_handler(
+                self._publish_stream,
+                publish_pb2.PublishStreamRequest.FromString,
+                publish_pb2.PublishStreamResponse.SerializeToString,
+            ),
+        }
+        return grpc.method_handlers_generic_handler("seqdedupe.v1.PublishService", handlers)
+
+    def _admin_service(self) -> grpc.GenericRpcHandler:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "GetVersion": grpc.unary_unary_rpc_method_handler(
+                self._get_version,
+                admin_pb2.GetVersionRequest.FromString,
+                admin_pb2.GetVersionResponse.SerializeToString,
+            ),
+            "GetTopic": grpc.unary_unary_rpc_method_handler(
+                self._get_topic, admin_pb2.GetTopicRequest.FromString, admin_pb2.GetTopicResponse.SerializeToString
+            ),
+        }
+        return grpc.method_handlers_generic_handler("seqdedupe.v1.AdminService", handlers)
 
 
 def names_of(batch: batch_pb2.Batch) -> list[str]:

@@ -74,6 +74,11 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
 }
 
 
+def _play(scenario: Callable[[Scripted], None], program: Program) -> None:
+    with serving(program) as sidecar:
+        scenario(sidecar)
+
+
 def test_every_fault_is_rejected_by_a_scenario() -> None:
     assert [*REJECTS] == [*faults.FAULTS]
 
@@ -83,8 +88,7 @@ def test_a_wrong_client_is_rejected(fault: str) -> None:
     scenario, why = REJECTS[fault]
     program = Program(Client(fault, python_program("--fault", fault), ROOT))
     try:
-        with pytest.raises(AssertionError, match=why), serving(program) as sidecar:
-            scenario(sidecar)
-            sidecar.check()
+        with pytest.raises(AssertionError, match=why):
+            _play(scenario, program)
     finally:
         program.kill()

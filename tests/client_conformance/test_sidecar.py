@@ -75,6 +75,12 @@ def stored(program: Program, messages: list[Message] | list[int], on: str = "p")
     return [index for _, _, index in receipts]
 
 
+def until_called_again(program: Program, came: list[int]) -> None:
+    """Waits for two more requests."""
+    before = len(came)
+    program.until(lambda: len(came) > before + 1, "calls at the proxy")
+
+
 def position_of(members: dict[str, Any]) -> batch_pb2.Position:
     return batch_pb2.Position.FromString(base64.b64decode(members["position"]))
 
@@ -311,8 +317,7 @@ def test_a_proxy_that_answers_by_itself_is_waited_for(
         proxy.leads_to(address)
         loop.call_soon_threadsafe(proxy.cut)
         command = program.send([number]).accepted()
-        before = len(came)
-        program.until(lambda came=came, before=before: len(came) > before + 1, "calls at the proxy")
+        until_called_again(program, came)
         program.check()
         proxy.leads_to(real.address)
         run(loop, pages.__aexit__(None, None, None))
@@ -324,7 +329,7 @@ def test_kill_9_of_the_client(connected: Program, topic: str, real: Sidecar) -> 
     """The next process goes on after what Open says, from its source's beginning of that."""
     client, total = connected.client, 400
     connected.open(topic)
-    connected.send(range(0, 50)).ok()
+    connected.send(range(50)).ok()
     for first in range(50, total, 50):
         connected.send(range(first, first + 50))
     connected.kill()
