@@ -11,11 +11,13 @@ from seqdedupe.client import Verdict
 from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns
 from seqdedupe.client.producer_session import Session
 from seqdedupe.client.publish_calls import Openings, StreamAnswer
+from seqdedupe.client.reader import Reader
 from seqdedupe.client.route import Sidecars
 from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.client.stream import PublishStream
 from seqdedupe.errors import NEVER, SeqdedupeError
 from seqdedupe.limits import NO_SEQUENCE_ID
+from seqdedupe.v1 import read_pb2
 
 
 def resends_without_link() -> None:
@@ -109,6 +111,17 @@ def heeds_lower_terms() -> None:
     setattr(PublishStream, "_take", replaced)  # noqa: B010
 
 
+def reads_a_message_again() -> None:
+    """After a break, a reader begins with the message that it had last."""
+    read_start = Reader._read_start
+
+    def replaced(reader: Reader) -> read_pb2.ReadStart:
+        start = read_start(reader)
+        return read_pb2.ReadStart(index=start.after.index) if start.HasField("after") else start
+
+    setattr(Reader, "_read_start", replaced)  # noqa: B010
+
+
 FAULTS: dict[str, Callable[[], None]] = {
     fault.__name__.replace("_", "-"): fault
     for fault in (
@@ -123,6 +136,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         accepts_without_limit,
         follows_any_address,
         heeds_lower_terms,
+        reads_a_message_again,
     )
 }
 

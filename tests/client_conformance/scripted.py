@@ -9,16 +9,18 @@ import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NoReturn
 
 import grpc
 
-from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2
+from seqdedupe.v1 import admin_pb2, batch_pb2, publish_pb2, read_pb2
 from tests.client.fake_sidecar import Refused
 from tests.client_conformance.lines import PATIENCE_SECONDS, Command, Program
 
 INCARNATION = 5
+LAST_INDEX = 99
+"""Of the messages that readers may read."""
 NEVER = -1
 NOT_DUP, DUP, UNKNOWN = publish_pb2.VERDICT_NOT_DUP, publish_pb2.VERDICT_DUP, publish_pb2.VERDICT_UNKNOWN
 NO_MESSAGE_ID = batch_pb2.MessageId(ledger_id=-1, entry_id=-1, batch_index=-1)
@@ -102,6 +104,50 @@ class Stream:
     def end(self, code: grpc.StatusCode = grpc.StatusCode.OK, *given: Any) -> None:
         """The stream ends with this status, reason and delay."""
         self.has_ended = True
+        self.out.put(None if code is grpc.StatusCode.OK else Refused(code, *given))
+
+
+class Reading:
+    """A call of `ReadStream`."""
+
+    def __init__(self, request: read_pb2.ReadStreamRequest) -> None:
+        self.request = request
+        self.out: queue.SimpleQueue[read_pb2.ReadStreamResponse | Refused | None] = queue.SimpleQueue()
+
+    @property
+    def first_index(self) -> int:
+        """The index at which the reader wants to start."""
+        start = self.request.start
+        return start.after.index + 1 if start.HasField("after") else start.index
+
+    def page(self, first_index: int, payloads: Sequence[bytes], incarnation: int = INCARNATION) -> None:
+        """Messages with these payloads; the sequence IDs are the indexes."""
+        next_index = first_index + len(payloads)
+        batch = batch_pb2.Batch(
+            producer_name_offsets=[0, 1],
+            producer_names=b"p",
+            epochs=[1],
+            previous_sequence_ids=[first_index - 1],
+            sequence_ids=range(first_index, next_index),
+            payload_offsets=[0, *accumulate(map(len, payloads))],
+            payloads=b"".join(payloads),
+        )
+        record = batch_pb2.Record(
+            format_version=2,
+            incarnation=incarnation,
+            base_index=first_index,
+            publish_time_ms=1,
+            rows=len(payloads),
+            batch=batch,
+        )
+        self.out.put(
+            read_pb2.ReadStreamResponse(
+                records=[record], next_index=next_index, end_index=next_index, incarnation=incarnation
+            )
+        )
+
+    def end(self, code: grpc.StatusCode = grpc.StatusCode.OK, *given: Any) -> None:
+        """The stream ends with this status, reason and delay."""
         self.out.put(None if code is grpc.StatusCode.OK else Refused(code, *given))
 
 
@@ -221,13 +267,15 @@ class Scripted:
         self._is_closed = False
         self._opened: list[Opening] = []
         self._openings: queue.SimpleQueue[Opening] = queue.SimpleQueue()
+        self._readings: queue.SimpleQueue[Reading] = queue.SimpleQueue()
+        self._read: list[Reading] = []
         self._frames: queue.SimpleQueue[tuple[Stream, publish_pb2.Frame, float]] = queue.SimpleQueue()
         self._streams: list[Stream] = []
         self._numbers: set[int] = set()
         self._wrong: list[str] = []
         options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
         self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
-        self._server.add_generic_rpc_handlers((self._publish_service(), self._admin_service()))
+        self._server.add_generic_rpc_handlers((self._publish_service(), self._read_service(), self._admin_service()))
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self._server.start()
 
@@ -240,6 +288,8 @@ class Scripted:
         self._is_closed = True  # a call that comes now ends too
         for stream in self._streams:
             stream.end()
+        for reading in self._read:
+            reading.end()
         for opening in self._opened:
             opening.fail(grpc.StatusCode.UNAVAILABLE)
         self._server.stop(0).wait()
@@ -270,6 +320,11 @@ class Scripted:
         had = list(request.epochs)
         assert had == epochs, said(f"Open has the epochs {had}, and not {epochs} (duty 5)")
         return opening
+
+    def reading(self) -> Reading:
+        """The next call of `ReadStream`."""
+        reading: Reading = self._next(self._readings, "ReadStream")
+        return reading
 
     def take(self, ids: Sequence[int], maybe: Sequence[int] = (), name: str = "p") -> Frames:
         """The next frames, until they have all of these messages, in their order. `maybe` may be sent again too."""
@@ -415,6 +470,24 @@ class Scripted:
                 _abort(context, answer)
             yield answer
 
+    def _read_stream(self, request: read_pb2.ReadStreamRequest, context: Any) -> Iterator[read_pb2.ReadStreamResponse]:
+        reading = Reading(request)
+        self._read.append(reading)
+        self._readings.put(reading)
+        if self._is_closed:
+            return
+        while (answer := reading.out.get()) is not None:
+            if isinstance(answer, Refused):
+                _abort(context, answer)
+            yield answer
+
+    def _get_last_message_id(
+        self, request: read_pb2.GetLastMessageIdRequest, context: Any
+    ) -> read_pb2.GetLastMessageIdResponse:
+        last = batch_pb2.MessageId(ledger_id=INCARNATION, entry_id=LAST_INDEX, batch_index=-1)
+        position = batch_pb2.Position(incarnation=INCARNATION, message_id=last, index=LAST_INDEX)
+        return read_pb2.GetLastMessageIdResponse(last=position, first_index=0)
+
     def _receive(self, stream: Stream, requests: Iterator[publish_pb2.PublishStreamRequest]) -> None:
         is_first = True
         try:
@@ -469,6 +542,21 @@ class Scripted:
             ),
         }
         return grpc.method_handlers_generic_handler("seqdedupe.v1.PublishService", handlers)
+
+    def _read_service(self) -> grpc.GenericRpcHandler:
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "ReadStream": grpc.unary_stream_rpc_method_handler(
+                self._read_stream,
+                read_pb2.ReadStreamRequest.FromString,
+                read_pb2.ReadStreamResponse.SerializeToString,
+            ),
+            "GetLastMessageId": grpc.unary_unary_rpc_method_handler(
+                self._get_last_message_id,
+                read_pb2.GetLastMessageIdRequest.FromString,
+                read_pb2.GetLastMessageIdResponse.SerializeToString,
+            ),
+        }
+        return grpc.method_handlers_generic_handler("seqdedupe.v1.ReadService", handlers)
 
     def _admin_service(self) -> grpc.GenericRpcHandler:
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {

@@ -71,6 +71,10 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
         scenarios.test_an_answer_of_a_lower_term_is_ignored,
         "was answered before its messages were decided",
     ),
+    "reads-a-message-again": (
+        partial(scenarios.test_a_reader_goes_on_where_it_was, code=grpc.StatusCode.OK),
+        "a reader goes on after the last message that it has",
+    ),
 }
 
 

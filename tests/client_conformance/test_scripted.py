@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from seqdedupe.v1 import publish_pb2
-from tests.client_conformance.lines import Command, Message
+from tests.client_conformance.lines import Command, Message, numbered
 from tests.client_conformance.scripted import DUP, INCARNATION, NEVER, NOT_DUP, UNKNOWN, Frames, Scripted
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -304,15 +304,15 @@ def test_a_status_with_a_reason_and_no_delay_is_final(scripted: Scripted, code: 
 
 
 def test_an_answer_of_a_lower_term_is_ignored(scripted: Scripted) -> None:
-    """Also a refusal."""
+    """Also a refusal. What they were for is sent again."""
     scripted.term = 7
     opened(scripted)
     command, frames = sent(scripted, 1)
     command.is_undecided = True
+    scripted.opens_with = -1  # a client may as well leave the stream
     frames.store(term=6)
+    frames = scripted.take([1])
     frames.refuse("FENCED", NEVER, term=6)
-    scripted.opens_with = -1
-    frames.stream.end(UNAVAILABLE)
     frames = scripted.take([1])
     command.is_undecided = False
     frames.store()
@@ -520,3 +520,43 @@ def test_a_publisher_that_meets_another_incarnation_reports_the_loss(scripted: S
     command = program.send([Message(b"b")], "i").accepted()
     scripted.ids_taken(1).store(incarnation=INCARNATION + 1)
     command.error("DATA_LOSS")
+
+
+# -- Readers.
+
+
+@pytest.mark.parametrize("code", BREAKS, ids=lambda code: code.name)
+def test_a_reader_goes_on_where_it_was(scripted: Scripted, code: grpc.StatusCode) -> None:
+    """After a stream that ends after some messages, one that ends before any, and while the topic recovers."""
+    program = scripted.program
+    program.call("open_reader", "r", topic="t", start={"index": "3"}, follow=True)
+    command = program.begin("read", "r", count=5)
+    reading = scripted.reading()
+    assert reading.first_index == 3, program.said("a reader starts where it is told")
+    reading.page(3, [b"3", b"4"])
+    reading.page(5, [b"5"])
+    reading.end(code)
+    scripted.reading().end(code)
+    scripted.reading().end(UNAVAILABLE, "RECOVERING", 50)
+    reading = scripted.reading()
+    assert reading.first_index == 6, program.said("a reader goes on after the last message that it has")
+    reading.page(6, [b"6", b"7"])
+    assert command.messages() == numbered(range(3, 8))
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        (grpc.StatusCode.OUT_OF_RANGE, "POSITION_TRIMMED"),
+        (grpc.StatusCode.DATA_LOSS, "LOG_DAMAGED"),
+        (grpc.StatusCode.PERMISSION_DENIED, "NOT_ALLOWED"),
+    ],
+)
+def test_a_reader_ends_where_it_cannot_go_on(scripted: Scripted, code: grpc.StatusCode, reason: str) -> None:
+    program = scripted.program
+    program.call("open_reader", "r", topic="t", start={"index": "0"}, follow=True)
+    command = program.begin("read", "r", count=2)
+    reading = scripted.reading()
+    reading.page(0, [b"0"])
+    reading.end(code, reason)
+    command.error(reason)
