@@ -184,8 +184,8 @@ class SchemaClient:
     def _take(self, answer: publish_pb2.PublishStreamResponse, frames: dict[int, list[int]]) -> int:
         """Returns the delay after which all that is waiting has to be sent again, or -1."""
         if answer.term < self.term:  # duty 9
-            for one in (*answer.receipts, *answer.refusals):
-                frames.pop(one.frame, None)
+            for number in [one.frame for one in answer.receipts] + [one.frame for one in answer.refusals]:
+                frames.pop(number, None)
             return 0
         if answer.incarnation != self.incarnation:
             raise FinalError("DATA_LOSS", "the topic was created again")

@@ -13,7 +13,7 @@ from seqdedupe.testing import Sidecar
 from tests.client_conformance.lines import Client, Program
 from tests.client_conformance.scripted import Scripted
 
-YOURS = "SEQDEDUPE_CLIENT"
+YOURS = "CONFORMANCE_CLIENT"
 """The variable with the command of another client's program, which is then the only one that is tested."""
 
 ROOT = Path(__file__).parents[2]
