@@ -53,6 +53,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/client/test_session.py": UNIT,
     "tests/client/test_sidecars.py": UNIT,
     "tests/client/test_sync.py": UNIT,
+    "tests/client_conformance/": INTEGRATION,
     "tests/conformance/": INTEGRATION,
     "tests/conformance/test_core.py": UNIT,
     "tests/conformance/test_inactivity.py": UNIT,

@@ -45,11 +45,11 @@ class PublishServiceStub(object):
     process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
     `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-    Messages that are sent again are new.
+    has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+    stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+    warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+    old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+    arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
     has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
     apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -61,7 +61,8 @@ class PublishServiceStub(object):
     refused too, the error is final. Also resume if the first message without a receipt is refused with
     `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-    before, unless it is an answer of `Open`.
+    before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+    messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
     (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
     had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -148,11 +149,11 @@ class PublishServiceServicer(object):
     process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
     `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-    Messages that are sent again are new.
+    has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+    stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+    warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+    old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+    arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
     has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
     apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -164,7 +165,8 @@ class PublishServiceServicer(object):
     refused too, the error is final. Also resume if the first message without a receipt is refused with
     `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-    before, unless it is an answer of `Open`.
+    before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+    messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
     (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
     had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -292,11 +294,11 @@ class PublishService(object):
     process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
     `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-    has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-    loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-    nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-    Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-    Messages that are sent again are new.
+    has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+    stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+    warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+    old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+    arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
     has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
     apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -308,7 +310,8 @@ class PublishService(object):
     refused too, the error is final. Also resume if the first message without a receipt is refused with
     `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-    before, unless it is an answer of `Open`.
+    before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+    messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
     (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
     had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if

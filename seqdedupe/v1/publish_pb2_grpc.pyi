@@ -46,11 +46,11 @@ class PublishServiceStub:
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-       Messages that are sent again are new.
+       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+       arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -62,7 +62,8 @@ class PublishServiceStub:
        refused too, the error is final. Also resume if the first message without a receipt is refused with
        `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-       before, unless it is an answer of `Open`.
+       before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+       messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
        had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -158,11 +159,11 @@ class PublishServiceAsyncStub(PublishServiceStub):
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-       Messages that are sent again are new.
+       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+       arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -174,7 +175,8 @@ class PublishServiceAsyncStub(PublishServiceStub):
        refused too, the error is final. Also resume if the first message without a receipt is refused with
        `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-       before, unless it is an answer of `Open`.
+       before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+       messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
        had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -266,11 +268,11 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-       loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-       nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-       Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-       Messages that are sent again are new.
+       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+       arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -282,7 +284,8 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        refused too, the error is final. Also resume if the first message without a receipt is refused with
        `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
     9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-       before, unless it is an answer of `Open`.
+       before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+       messages.
     10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
        (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
        had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
