@@ -70,7 +70,8 @@ def test_cases_stay_or_go_to_the_campaign(options: tuple[str, ...], passed: str,
     (tmp_path / "tests" / "test_x.py").write_text(SUITE)
     plugin = (
         "from tests import tiers\nfrom tests.conftest import *\n"
-        "tiers.STAYING, tiers.BEFORE_A_CHANGE = {'tests/test_x.py::test_family': 2}, {'tests/test_x.py::test_family': 1}\n"
+        "tiers.STAYING = {'tests/test_x.py::test_family': 2}\n"
+        "tiers.BEFORE_A_CHANGE = {'tests/test_x.py::test_family': 1}\n"
     )
     (tmp_path / "suite_plugin.py").write_text(plugin)
     ran = subprocess.run(
