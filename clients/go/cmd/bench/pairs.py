@@ -1,6 +1,6 @@
 """Compares the Go client with the Python client, on one sidecar, in interleaved pairs:
 
-    python clients/go/cmd/bench/pairs.py [PAIRS] [SECONDS]
+python clients/go/cmd/bench/pairs.py [PAIRS] [SECONDS]
 """
 
 import asyncio
