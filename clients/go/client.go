@@ -231,13 +231,17 @@ func (c *Client) unary(ctx context.Context, address string, do method) *Error {
 	if err != nil {
 		return asError(err, address)
 	}
-	ctx, cancel := context.WithTimeout(ctx, callTimeout)
+	limited, cancel := context.WithTimeout(ctx, callTimeout)
 	defer cancel()
 	var e *Error
-	if err := answered(ctx, conn.ClientConn, do); err != nil {
+	if err := answered(limited, conn.ClientConn, do); err != nil {
 		e = conn.err(err)
 	}
-	c.release(conn, e)
+	if ctx.Err() != nil { // the caller has ended the call, so the error says nothing of the connection
+		c.release(conn, nil)
+	} else {
+		c.release(conn, e)
+	}
 	return e
 }
 

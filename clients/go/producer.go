@@ -310,7 +310,11 @@ func (p *Producer) nextID(last, sequenceID int64) (int64, error) {
 func (p *Producer) sent(id int64) { p.lastSent, p.lastID = id, max(p.lastID, id) }
 
 func (p *Producer) isFull() bool {
-	return p.queue.waiting >= p.options.MaxInFlightBatches || p.queue.bytes >= p.options.MaxInFlightBytes
+	bytes := p.queue.bytes
+	if p.filling != nil {
+		bytes += p.filling.columns.size
+	}
+	return p.queue.waiting >= p.options.MaxInFlightBatches || bytes >= p.options.MaxInFlightBytes
 }
 
 // waitForRoom waits until another message may be queued. It releases the lock meanwhile.
@@ -600,18 +604,17 @@ func (p *Producer) take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt
 	}
 	if q.mustRewind && len(q.unanswered) == 0 && p.rewinds == nil {
 		p.inTrouble = true
-		p.rewinds = time.AfterFunc(max(p.delays.next(), q.retryDelay), p.rewind)
+		var this *time.Timer
+		this = time.AfterFunc(max(p.delays.next(), q.retryDelay), func() {
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if p.rewinds == this {
+				p.rewinds = nil
+				p.queue.rewind()
+				p.wake()
+			}
+		})
+		p.rewinds = this
 	}
 	return nil
-}
-
-func (p *Producer) rewind() {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	if p.rewinds == nil {
-		return
-	}
-	p.rewinds = nil
-	p.queue.rewind()
-	p.wake()
 }

@@ -178,7 +178,10 @@ func (p *Publisher) deliver(ctx context.Context, one *publish) ([]Published, err
 		close(p.room)
 		p.room = nil
 	}
-	one.end(p.givenUp(ctx)) // it changes nothing if the call has its receipts
+	if !one.over {
+		one.end(p.givenUp(ctx))
+		p.ready = slices.DeleteFunc(p.ready, func(other *publish) bool { return other == one })
+	}
 	if one.err != nil {
 		return nil, one.err
 	}

@@ -141,6 +141,9 @@ func (q *queue) receipt(r *pb.Receipt) *Error {
 		return errorf("NOT_A_SIDECAR", "a receipt does not fit its frame, which has %d rows", e.rows)
 	}
 	delete(q.unanswered, r.Frame)
+	if e.settled {
+		return nil
+	}
 	last, all := e.record(r)
 	if last >= 0 {
 		q.highestReceipt = max(q.highestReceipt, e.ids[last])
@@ -172,7 +175,7 @@ func (q *queue) release() {
 // asksForResume reports whether a refusal may mean that the topic has forgotten the producer: only a resume shows it.
 func (q *queue) asksForResume(frame uint64, refusal *Error) bool {
 	e := q.unanswered[frame]
-	if e == nil {
+	if e == nil || e.settled {
 		return false
 	}
 	if refusal.Reason == "PREDECESSOR_MISSING" {
@@ -185,10 +188,10 @@ func (q *queue) asksForResume(frame uint64, refusal *Error) bool {
 // refused handles a refusal. If sending again cannot help, this batch and all later batches fail.
 func (q *queue) refused(frame uint64, refusal *Error) {
 	e := q.unanswered[frame]
-	if e == nil {
+	delete(q.unanswered, frame)
+	if e == nil || e.settled {
 		return
 	}
-	delete(q.unanswered, frame)
 	if !refusal.isTemporary() {
 		q.fail(refusal, e)
 		return

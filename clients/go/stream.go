@@ -125,7 +125,7 @@ func (s *seat) leave() {
 		if c.streams[st.key] == st {
 			delete(c.streams, st.key)
 		}
-		st.cancel(errorf("UNREACHABLE", "the stream to %s was closed", st.key.address))
+		st.cancel(errorf("STREAM_IDLE", "the stream to %s has no senders", st.key.address))
 	}
 	c.mu.Unlock()
 }

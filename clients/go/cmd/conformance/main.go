@@ -26,24 +26,24 @@ type command struct {
 	Addresses         []string        `json:"addresses"`
 	Topic             string          `json:"topic"`
 	ProducerName      string          `json:"producer_name"`
-	DeliveryTimeoutMs milliseconds    `json:"delivery_timeout_ms"`
-	MaxInFlightBytes  milliseconds    `json:"max_in_flight_bytes"`
+	DeliveryTimeoutMs number          `json:"delivery_timeout_ms"`
+	MaxInFlightBytes  number          `json:"max_in_flight_bytes"`
 	Messages          []message       `json:"messages"`
 	Start             json.RawMessage `json:"start"`
 	StopIndex         string          `json:"stop_index"`
 	Follow            bool            `json:"follow"`
-	Count             milliseconds    `json:"count"`
+	Count             number          `json:"count"`
 	Name              string          `json:"name"`
 	Expected          *cursorValue    `json:"expected"`
 	New               *cursorValue    `json:"new"`
 }
 
-// A number may be text or a JSON number.
-type milliseconds int64
+// A number is decimal text, or a number of JSON.
+type number int64
 
-func (n *milliseconds) UnmarshalJSON(data []byte) error {
+func (n *number) UnmarshalJSON(data []byte) error {
 	value, err := strconv.ParseInt(strings.Trim(string(data), `"`), 10, 64)
-	*n = milliseconds(value)
+	*n = number(value)
 	return err
 }
 
@@ -53,7 +53,7 @@ type message struct {
 	Payload         *[]byte           `json:"payload"`
 	Key             *[]byte           `json:"key"`
 	Properties      map[string]string `json:"properties"`
-	EventTimeMs     milliseconds      `json:"event_time_ms"`
+	EventTimeMs     number            `json:"event_time_ms"`
 }
 
 func (m *message) native() seqdedupe.Message {
@@ -210,7 +210,6 @@ func (p *program) run(s *session, c command) {
 		producer, err = s.client.NewProducer(s.ctx, c.Topic, c.ProducerName, seqdedupe.ProducerOptions{
 			DeliveryTimeout:  time.Duration(c.DeliveryTimeoutMs) * time.Millisecond,
 			MaxInFlightBytes: int(c.MaxInFlightBytes),
-			MaxBatchBytes:    batchBytes(int(c.MaxInFlightBytes)),
 		})
 		if s.put(c.On, producer, err) == nil {
 			ok = object{"last_sequence_id": text(producer.LastSequenceID())}
@@ -264,14 +263,6 @@ func (p *program) run(s *session, c command) {
 		panic("no such command: " + c.Do)
 	}
 	p.answer(c.ID, ok, err)
-}
-
-// batchBytes keeps batches far below the limit of what is in flight, so that the limit is about right.
-func batchBytes(inFlight int) int {
-	if inFlight == 0 {
-		return 0
-	}
-	return max(1, min(128<<10, inFlight/4))
 }
 
 func text(n int64) string { return strconv.FormatInt(n, 10) }
