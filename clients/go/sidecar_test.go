@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -62,6 +63,7 @@ func (s *sidecar) start() {
 		flags = append(flags, "--authentication", "none")
 	}
 	s.command = exec.Command(python(s.t), flags...)
+	s.command.SysProcAttr = &syscall.SysProcAttr{Pdeathsig: syscall.SIGKILL} // also if the tests end by a panic
 	errors, err := s.command.StderrPipe()
 	if err != nil {
 		s.t.Fatal(err)
