@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests \
-	proto lock docs dist image install uninstall clean
+	proto go-client lock docs dist image install uninstall clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -115,6 +115,11 @@ peer-tests: $(READY)
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh
+
+# Checks and tests the Go client. Needs Go 1.26; the first time, it fetches the modules of clients/go/go.sum.
+go-client: $(READY)
+	cd clients/go && test -z "$$(gofmt -l .)" && go vet ./... && go test -race ./...
+	BIN=$(abspath $(BIN)) ./clients/go/generate.sh --check
 
 # Pins every dependency again, at its newest version that fits: of all there is, of a sidecar as a service, of a build.
 LOCK := $(BIN)/uv pip compile -q --universal --python-version 3.11 --no-header --generate-hashes

@@ -8,6 +8,7 @@ The word after three backticks says what becomes of a block. All blocks of a pag
     toml       a configuration of the sidecar, which must be valid
     text       no code: drawings, pieces of files, what a program prints
     ini, sql   pieces of files, what is in a database
+    go         programs, which a test of clients/go runs
 
 A second word, one of EXCEPTIONS, says why a block does not run.
 """
@@ -28,7 +29,7 @@ from broker_sidecar.config import load
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 DEFAULT_ADDRESS = "127.0.0.1:6660"
-PLAIN = {"text", "ini", "sql"}
+PLAIN = {"text", "ini", "sql", "go"}
 EXCEPTIONS = {
     "elsewhere": "needs another machine, root, a container, a Pulsar cluster, or files of an operator",
     "fragment": "a piece of a program, whose language, framework or rest is not there",
