@@ -292,7 +292,7 @@ class Service(NamedTuple):
 
 JAVA = Service("Java", ("java",), "install Java 17, Debian's openjdk-17-jre-headless")
 PULSAR = Service("Pulsar", (), "install Java 17 and Maven, or set PULSAR_HOME")
-GO = Service("Go", ("go",), "install Go 1.24 or newer, and run `make peer-tests` once")
+GO = Service("Go", ("go",), "install Go 1.26 or newer, and run `make peer-tests` once")
 POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST_POSTGRES to the URL of a server")
 MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
 REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")

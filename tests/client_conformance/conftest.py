@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ import pytest
 from seqdedupe.testing import Sidecar
 from tests.client_conformance.lines import Client, Program
 from tests.client_conformance.scripted import Scripted
+from tests.tiers import GO
 
 YOURS = "CONFORMANCE_CLIENT"
 """The variable with the command of another client's program, which is then the only one that is tested."""
@@ -28,6 +30,7 @@ CLIENTS = [
     Client("python", python_program(), ROOT),
     Client("python-blocking", python_program("--blocking"), ROOT),
     Client("schema", [sys.executable, "-m", "tests.client_conformance.schema_program"], ROOT),
+    Client("go", ["conformance"], ROOT / "clients" / "go"),
 ]
 if command := os.environ.get(YOURS):
     CLIENTS = [Client("yours", shlex.split(command), Path.cwd())]
@@ -42,10 +45,23 @@ def programs() -> Iterator[dict[str, Program]]:
         program.kill()
 
 
+@pytest.fixture(scope="session")
+def go_program(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The Go client's program. Without Go, or the modules that the client needs, the test is skipped."""
+    go, folder = GO.where("go"), ROOT / "clients" / "go"
+    if go is None or subprocess.run([go, "mod", "download"], cwd=folder, check=False).returncode:
+        GO.missing()
+    built = tmp_path_factory.mktemp("go") / "conformance"
+    subprocess.run([go, "build", "-o", built, "./cmd/conformance"], cwd=folder, check=True)
+    return str(built)
+
+
 @pytest.fixture(params=CLIENTS, ids=lambda client: client.name)
 def program(request: pytest.FixtureRequest, programs: dict[str, Program]) -> Iterator[Program]:
     """A program of each client, from which earlier scenarios are gone."""
     client: Client = request.param
+    if client.name == "go":
+        client = client._replace(command=[request.getfixturevalue("go_program")])
     found = programs.pop(client.name, None)
     if found is None or not found.runs:
         found = Program(client)
