@@ -13,7 +13,7 @@
  * Each BUG_ removes one rule. model/check.py has the list.
  */
 
-/* Bounds. Each is a number of ... */
+/* Bounds. Each is a number of … */
 #ifndef NAMES
 #define NAMES 1 /* producer names */
 #endif
@@ -45,6 +45,7 @@
 
 #define BIT(id) (1 << (id))
 #define NAME(s) ((s) % NAMES)
+#define LETTER(k) (65 + (k)) /* sidecars A and B, in traces */
 #define OPENS 4 /* An epoch is (term, n), here term * OPENS + n. The epoch 0 is none. */
 
 /* Kinds of entries in the log: a message; a sidecar begins a term; a session begins; retention repeats the watermark and
@@ -151,8 +152,9 @@ inline land(k_, term_, kind_, name_, id_, epoch_) {
 #endif
   fi;
   if
-  :: log[end].is_void -> printf("  (void)\n")
+  :: log[end].is_void -> printf(" (void)\n")
   :: else ->
+     printf("\n");
      if
      :: kind_ == MESSAGE ->
         must(!(held[name_] & BIT(id_)), "BROKEN: at most once: the log holds a message twice\n");
@@ -237,13 +239,9 @@ inline fail_in_flight(k_) {
 /* -- Sessions. */
 
 inline ask_open(k_, s_) {
-#ifdef BUG_EPOCH_WITHOUT_TERM
-  e = side[k_].epoch[NAME(s_)] + 1;
-#else
   e = side[k_].term * OPENS + side[k_].opens;
-#endif
   side[k_].opens++;
-  printf("session %d opens at sidecar %d, and gets epoch %d\n", s_, k_, e);
+  printf("session %d asks %c for epoch %d\n", s_ + 1, LETTER(k_), e);
   side[k_].epoch[NAME(s_)] = e; /* fences older sessions from now on */
   session[s_].mode = OPENING; session[s_].at = k_; session[s_].epoch = e;
 #ifndef BUG_SESSION_WITHOUT_RECORD
@@ -260,11 +258,7 @@ inline ask_open(k_, s_) {
 #else
 #define IS_OPENED(k, s) (side[k].durable[NAME(s)] >= session[s].epoch)
 #endif
-#ifdef BUG_EPOCH_WITHOUT_TERM
-#define IN_ITS_TERM(k, s) true
-#else
 #define IN_ITS_TERM(k, s) (side[k].term == session[s].epoch / OPENS)
-#endif
 
 proctype Producer(byte s) {
   do
@@ -277,7 +271,7 @@ proctype Producer(byte s) {
          IS_OPENED(session[s].at, s) ->
        session[s].base = side[session[s].at].persisted[NAME(s)];
        session[s].mode = PUBLISHING;
-       printf("session %d is open, and is told that messages up to %d are stored\n", s, session[s].base);
+       printf("session %d opens from %d\n", s + 1, session[s].base);
        must((held[NAME(s)] & UP_TO(session[s].base)) == UP_TO(session[s].base),
             "BROKEN: Open: its answer covers a message that the log does not hold\n");
        told[NAME(s)] = MAX(told[NAME(s)], session[s].base);
@@ -290,7 +284,7 @@ proctype Producer(byte s) {
 #ifdef FORGETTING
   :: d_step { /* it has all receipts, and disconnects for good; its frames may still arrive */
        session[s].mode == PUBLISHING && told[NAME(s)] == MESSAGES ->
-       session[s].mode = ENDED; printf("session %d has all receipts, and ends\n", s)
+       session[s].mode = ENDED; printf("session %d ends\n", s + 1)
      }
 #endif
   od
@@ -299,7 +293,7 @@ proctype Producer(byte s) {
 /* -- Admission. A frame has one message. Its link is the message before. */
 
 #ifdef BUG_LINK_IS_THE_ID_SENT_BEFORE
-#define LINK(s, i) session[s].base /* it has just sent its oldest message again */
+#define LINK(s, i) (i > 2 -> i - 2 : i - 1) /* it has just sent message i - 2 again */
 #else
 #define LINK(s, i) (i - 1)
 #endif
@@ -308,7 +302,7 @@ inline judge(k_, s_, i_) {
   p = NAME(s_);
   if
 #ifndef BUG_NO_EPOCH_CHECK
-  :: side[k_].epoch[p] != session[s_].epoch -> printf("sidecar %d refuses message %d of session %d: FENCED\n", k_, i_, s_)
+  :: side[k_].epoch[p] != session[s_].epoch -> printf("%c refuses %d of session %d: FENCED\n", LETTER(k_), i_, s_ + 1)
   :: else ->
 #else
   :: true ->
@@ -316,14 +310,14 @@ inline judge(k_, s_, i_) {
      if
 #ifndef BUG_NO_LINK
      :: i_ > side[k_].pushed[p] && LINK(s_, i_) > side[k_].pushed[p] ->
-        printf("sidecar %d refuses message %d of session %d: PREDECESSOR_MISSING\n", k_, i_, s_)
+        printf("%c refuses %d of session %d: PREDECESSOR_MISSING\n", LETTER(k_), i_, s_ + 1)
 #endif
 #ifdef BUG_IN_FLIGHT_COUNTS_AS_STORED
      :: i_ <= side[k_].pushed[p] ->
 #else
      :: i_ <= side[k_].persisted[p] ->
 #endif
-        printf("sidecar %d answers message %d of session %d: Dup\n", k_, i_, s_);
+        printf("%c answers %d of session %d: Dup\n", LETTER(k_), i_, s_ + 1);
         tell(s_, i_, "BROKEN: Dup: the log does not hold the message\n");
 #ifdef LIVENESS
         dup[s_] = dup[s_] | BIT(i_)
@@ -331,14 +325,14 @@ inline judge(k_, s_, i_) {
 #ifndef BUG_IN_FLIGHT_COUNTS_AS_NEW
      :: else ->
         if
-        :: i_ <= side[k_].pushed[p] -> printf("sidecar %d answers message %d of session %d: Unknown\n", k_, i_, s_)
+        :: i_ <= side[k_].pushed[p] -> printf("%c answers %d of session %d: Unknown\n", LETTER(k_), i_, s_ + 1)
         :: i_ > side[k_].pushed[p] && len(flight[k_]) < FLIGHT ->
 #else
      :: else ->
         if
         :: len(flight[k_]) < FLIGHT ->
 #endif
-           printf("sidecar %d admits message %d of session %d\n", k_, i_, s_);
+           printf("%c admits %d of session %d\n", LETTER(k_), i_, s_ + 1);
 #ifndef BUG_PUSHED_AFTER_THE_WRITE
            side[k_].pushed[p] = MAX(side[k_].pushed[p], i_);
 #endif
@@ -375,7 +369,7 @@ proctype Writer(byte k) {
   :: d_step { /* an append lands: in time, or late */
        len(flight[k]) > 0 && end < LOG ->
        flight[k]?t, kind, p, id, e;
-       printf("the log stores %e of sidecar %d: term %d, name %d, id %d, epoch %d\n", kind, k, t, p, id, e);
+       printf("%c's %e %d lands", LETTER(k), kind, (kind == SESSION -> e : id));
        if
        :: side[k].mode == SERVING && t == side[k].term -> receipts[k]++
        :: else
@@ -386,7 +380,7 @@ proctype Writer(byte k) {
        len(flight[k]) > 0 && losses < LOSSES ->
        losses++;
        flight[k]?t, kind, p, id, e;
-       printf("the log loses %e of sidecar %d: name %d, id %d\n", kind, k, p, id);
+       printf("%c's %e %d is lost\n", LETTER(k), kind, (kind == SESSION -> e : id));
 #ifndef BUG_LOG_GOES_ON_AFTER_A_LOSS
        do
        :: len(flight[k]) > 0 -> flight[k]?t, kind, p, id, e
@@ -413,11 +407,11 @@ proctype Writer(byte k) {
 #endif
        if
        :: is_foreign -> /* another sidecar's marker is before it: NOT_OWNER */
-          printf("sidecar %d finds another owner's marker before its append, and steps back\n", k);
+          printf("%c steps back\n", LETTER(k));
           fail_in_flight(k);
           side[k].mode = STANDBY; receipts[k] = 0; side[k].opens = 0
        :: else ->
-          printf("sidecar %d confirms %e of name %d, id %d\n", k, log[j].kind, log[j].name, log[j].id);
+          printf("%c confirms %e %d\n", LETTER(k), log[j].kind, (log[j].kind == SESSION -> log[j].epoch : log[j].id));
           merge(k, j);
           side[k].confirmed = j + 1;
           if
@@ -435,14 +429,14 @@ proctype Writer(byte k) {
 inline mark(k_) {
   side[k_].term++;
   broken[k_] = 0; receipts[k_] = 0;
-  printf("sidecar %d writes a marker of term %d\n", k_, side[k_].term);
+  printf("%c's MARKER %d lands", LETTER(k_), side[k_].term);
   land(k_, side[k_].term, MARKER, 0, 0, 0)
 }
 
 inline serve(k_) {
   fail_in_flight(k_);
   side[k_].mode = SERVING; side[k_].opens = 0;
-  printf("sidecar %d serves in term %d; messages of name 0 up to %d are persisted\n", k_, side[k_].term, side[k_].persisted[0]);
+  printf("%c serves from %d\n", LETTER(k_), side[k_].persisted[0]);
   for (n : 0 .. NAMES - 1) {
     must(side[k_].persisted[n] >= told[n] || owner != k_ || owner_term != side[k_].term,
          "BROKEN: recovery: a message that was acknowledged counts as new\n")
@@ -486,7 +480,11 @@ inline store_place(k_) {
 
 #ifdef LIVENESS
 #define MAY_TAKE_OVER(k) (SIDECARS == 1 || side[SIDECARS - 1 - k].mode < READING)
+#ifdef BUG_UNKNOWN_OUTCOMES_STAY
+#define IS_UNCERTAIN(k) false
+#else
 #define IS_UNCERTAIN(k) broken[k]
+#endif
 #else
 #define MAY_TAKE_OVER(k) true
 #define IS_UNCERTAIN(k) (broken[k] || IN_FLIGHT(k, 0) || IN_FLIGHT(k, NAMES - 1))
@@ -535,7 +533,7 @@ proctype Owner(byte k) {
        replay(k, t + 1);
        if
 #ifndef BUG_MARKER_WITHOUT_A_HIGHER_TERM
-       :: log[t].is_void -> printf("sidecar %d finds a marker whose term is not lower\n", k); side[k].mode = STANDBY
+       :: log[t].is_void -> printf("%c reads an equal or higher term\n", LETTER(k)); side[k].mode = STANDBY
        :: else -> serve(k)
 #else
        :: true -> serve(k)
@@ -546,30 +544,31 @@ proctype Owner(byte k) {
   :: d_step { /* an outcome is unknown, or the log has refused: open the log again, and read on */
        side[k].mode == SERVING && IS_UNCERTAIN(k) && side[k].term < TERMS ->
 #if defined(BUG_FAILS_WITHOUT_READING)
-       fail_in_flight(k); broken[k] = 0
+       printf("%c fails what is in flight\n", LETTER(k)); fail_in_flight(k); broken[k] = 0
 #elif defined(BUG_SETTLES_WITHOUT_A_NEW_MARKER)
+       printf("%c reads, and fails what is in flight\n", LETTER(k));
        replay(k, end); fail_in_flight(k); broken[k] = 0; receipts[k] = 0
 #else
-       printf("sidecar %d does not know an outcome\n", k);
+       printf("%c settles\n", LETTER(k));
        fail_in_flight(k);
        side[k].mode = STANDBY; receipts[k] = 0; side[k].opens = 0; broken[k] = 0
 #endif
      }
 #ifdef BUG_SNAPSHOT_IN_TWO_WRITES
-  :: d_step { side[k].mode == SERVING && store[k].persisted[0] != side[k].persisted[0] -> printf("sidecar %d stores its numbers\n", k); store_numbers(k) }
-  :: d_step { side[k].mode == SERVING && store[k].place != side[k].confirmed -> printf("sidecar %d stores its place %d\n", k, side[k].confirmed); store_place(k) }
+  :: d_step { side[k].mode == SERVING && store[k].persisted[0] != side[k].persisted[0] -> printf("%c stores %d\n", LETTER(k), side[k].persisted[0]); store_numbers(k) }
+  :: d_step { side[k].mode == SERVING && store[k].place != side[k].confirmed -> printf("%c stores place %d\n", LETTER(k), side[k].confirmed); store_place(k) }
 #else
   :: d_step { /* a snapshot: numbers and place in one write */
        side[k].mode == SERVING && store[k].place < side[k].confirmed ->
-       printf("sidecar %d takes a snapshot at place %d\n", k, side[k].confirmed);
-       store_numbers(k); store_place(k)
+       store_numbers(k); store_place(k);
+       printf("%c stores %d at place %d\n", LETTER(k), store[k].persisted[0], store[k].place)
      }
 #endif
 #ifdef RETENTION
   :: d_step { /* before it drops entries: state at the log's end what is in force of a name */
        side[k].mode == SERVING && len(flight[k]) < FLIGHT && statements < 2 && side[k].durable[0] > 0 ->
        statements++;
-       printf("sidecar %d states that messages up to %d are persisted\n", k, side[k].persisted[0]);
+       printf("%c states %d\n", LETTER(k), side[k].persisted[0]);
        append(k, STATEMENT, 0, side[k].persisted[0], side[k].durable[0])
      }
   :: d_step { /* drop what the snapshot covers, if a later confirmed entry states what is in force */
@@ -587,7 +586,7 @@ proctype Owner(byte k) {
 #endif
        if
        :: is_stated ->
-          printf("sidecar %d drops the log before place %d\n", k, t);
+          printf("%c drops what is before place %d\n", LETTER(k), t);
           for (j : first .. t - 1) {
             log[j].kind = 0; log[j].term = 0; log[j].who = 0; log[j].is_void = 0;
             log[j].name = 0; log[j].id = 0; log[j].epoch = 0; log[j].index = 0
@@ -598,7 +597,7 @@ proctype Owner(byte k) {
      }
   :: d_step { /* the store is lost, and rebuilt from what the log still has */
        !store_lost ->
-       store_lost = 1; printf("sidecar %d is killed, and its store is lost\n", k);
+       store_lost = 1; printf("%c is killed, its store is lost\n", LETTER(k));
        store[k].place = first; store[k].term = 0;
        store[k].index = (first < end -> log[first].index : messages);
        for (n : 0 .. NAMES - 1) { store[k].persisted[n] = 0; store[k].durable[n] = 0 };
@@ -608,13 +607,13 @@ proctype Owner(byte k) {
 #ifdef FORGETTING
   :: d_step { /* the policy forgets name 0, which has no connected stream */
        side[k].mode == SERVING && len(flight[k]) < FLIGHT && side[k].durable[0] > 0 && !IN_FLIGHT(k, 0) && IS_IDLE ->
-       printf("sidecar %d forgets name 0\n", k);
+       printf("%c forgets the name\n", LETTER(k));
        append(k, FORGET, 0, 0, 0)
      }
 #endif
   :: d_step { /* kill -9, and the next start */
        crashes < CRASHES ->
-       crashes++; printf("sidecar %d is killed, and starts with the snapshot at place %d\n", k, store[k].place); load(k)
+       crashes++; printf("%c is killed\n", LETTER(k)); load(k)
      }
   od
 }
@@ -622,7 +621,12 @@ proctype Owner(byte k) {
 init {
   byte k, s, i;
   atomic {
-    mark(0); side[0].confirmed = end; serve(0); /* by symmetry sidecar 0 is the first owner */
+    /* By symmetry, sidecar 0 is the first owner, and session 0 the first session. */
+    mark(0);
+    land(0, 1, SESSION, 0, 0, OPENS);
+    replay(0, 2);
+    side[0].mode = SERVING; side[0].opens = 1;
+    session[0].mode = PUBLISHING; session[0].epoch = OPENS; answered[0] = OPENS;
     for (k : 0 .. SIDECARS - 1) { run Owner(k); run Writer(k) }
     for (s : 0 .. SESSIONS - 1) {
       run Producer(s);
