@@ -152,7 +152,7 @@ inline land(k_, term_, kind_, name_, id_, epoch_) {
 #endif
   fi;
   if
-  :: log[end].is_void -> printf(" (void)\n")
+  :: log[end].is_void -> printf(":void\n")
   :: else ->
      printf("\n");
      if
@@ -241,7 +241,7 @@ inline fail_in_flight(k_) {
 inline ask_open(k_, s_) {
   e = side[k_].term * OPENS + side[k_].opens;
   side[k_].opens++;
-  printf("session %d asks %c for epoch %d\n", s_ + 1, LETTER(k_), e);
+  printf("%c.open(s%d,epoch%d)\n", LETTER(k_), s_ + 1, e);
   side[k_].epoch[NAME(s_)] = e; /* fences older sessions from now on */
   session[s_].mode = OPENING; session[s_].at = k_; session[s_].epoch = e;
 #ifndef BUG_SESSION_WITHOUT_RECORD
@@ -271,7 +271,7 @@ proctype Producer(byte s) {
          IS_OPENED(session[s].at, s) ->
        session[s].base = side[session[s].at].persisted[NAME(s)];
        session[s].mode = PUBLISHING;
-       printf("session %d opens from %d\n", s + 1, session[s].base);
+       printf("%c.opened(s%d,%d)\n", LETTER(session[s].at), s + 1, session[s].base);
        must((held[NAME(s)] & UP_TO(session[s].base)) == UP_TO(session[s].base),
             "BROKEN: Open: its answer covers a message that the log does not hold\n");
        told[NAME(s)] = MAX(told[NAME(s)], session[s].base);
@@ -284,7 +284,7 @@ proctype Producer(byte s) {
 #ifdef FORGETTING
   :: d_step { /* it has all receipts, and disconnects for good; its frames may still arrive */
        session[s].mode == PUBLISHING && told[NAME(s)] == MESSAGES ->
-       session[s].mode = ENDED; printf("session %d ends\n", s + 1)
+       session[s].mode = ENDED; printf("end(s%d)\n", s + 1)
      }
 #endif
   od
@@ -302,7 +302,7 @@ inline judge(k_, s_, i_) {
   p = NAME(s_);
   if
 #ifndef BUG_NO_EPOCH_CHECK
-  :: side[k_].epoch[p] != session[s_].epoch -> printf("%c refuses %d of session %d: FENCED\n", LETTER(k_), i_, s_ + 1)
+  :: side[k_].epoch[p] != session[s_].epoch -> printf("%c.refuse(%d,s%d,FENCED)\n", LETTER(k_), i_, s_ + 1)
   :: else ->
 #else
   :: true ->
@@ -310,14 +310,14 @@ inline judge(k_, s_, i_) {
      if
 #ifndef BUG_NO_LINK
      :: i_ > side[k_].pushed[p] && LINK(s_, i_) > side[k_].pushed[p] ->
-        printf("%c refuses %d of session %d: PREDECESSOR_MISSING\n", LETTER(k_), i_, s_ + 1)
+        printf("%c.refuse(%d,s%d,PREDECESSOR_MISSING)\n", LETTER(k_), i_, s_ + 1)
 #endif
 #ifdef BUG_IN_FLIGHT_COUNTS_AS_STORED
      :: i_ <= side[k_].pushed[p] ->
 #else
      :: i_ <= side[k_].persisted[p] ->
 #endif
-        printf("%c answers %d of session %d: Dup\n", LETTER(k_), i_, s_ + 1);
+        printf("%c.answer(%d,s%d,Dup)\n", LETTER(k_), i_, s_ + 1);
         tell(s_, i_, "BROKEN: Dup: the log does not hold the message\n");
 #ifdef LIVENESS
         dup[s_] = dup[s_] | BIT(i_)
@@ -325,14 +325,14 @@ inline judge(k_, s_, i_) {
 #ifndef BUG_IN_FLIGHT_COUNTS_AS_NEW
      :: else ->
         if
-        :: i_ <= side[k_].pushed[p] -> printf("%c answers %d of session %d: Unknown\n", LETTER(k_), i_, s_ + 1)
+        :: i_ <= side[k_].pushed[p] -> printf("%c.answer(%d,s%d,Unknown)\n", LETTER(k_), i_, s_ + 1)
         :: i_ > side[k_].pushed[p] && len(flight[k_]) < FLIGHT ->
 #else
      :: else ->
         if
         :: len(flight[k_]) < FLIGHT ->
 #endif
-           printf("%c admits %d of session %d\n", LETTER(k_), i_, s_ + 1);
+           printf("%c.admit(%d,s%d)\n", LETTER(k_), i_, s_ + 1);
 #ifndef BUG_PUSHED_AFTER_THE_WRITE
            side[k_].pushed[p] = MAX(side[k_].pushed[p], i_);
 #endif
@@ -369,7 +369,7 @@ proctype Writer(byte k) {
   :: d_step { /* an append lands: in time, or late */
        len(flight[k]) > 0 && end < LOG ->
        flight[k]?t, kind, p, id, e;
-       printf("%c's %e %d lands", LETTER(k), kind, (kind == SESSION -> e : id));
+       printf("%c.land(%e,%d)", LETTER(k), kind, (kind == SESSION -> e : id));
        if
        :: side[k].mode == SERVING && t == side[k].term -> receipts[k]++
        :: else
@@ -380,7 +380,7 @@ proctype Writer(byte k) {
        len(flight[k]) > 0 && losses < LOSSES ->
        losses++;
        flight[k]?t, kind, p, id, e;
-       printf("%c's %e %d is lost\n", LETTER(k), kind, (kind == SESSION -> e : id));
+       printf("%c.lose(%e,%d)\n", LETTER(k), kind, (kind == SESSION -> e : id));
 #ifndef BUG_LOG_GOES_ON_AFTER_A_LOSS
        do
        :: len(flight[k]) > 0 -> flight[k]?t, kind, p, id, e
@@ -407,11 +407,11 @@ proctype Writer(byte k) {
 #endif
        if
        :: is_foreign -> /* another sidecar's marker is before it: NOT_OWNER */
-          printf("%c steps back\n", LETTER(k));
+          printf("%c.stepBack\n", LETTER(k));
           fail_in_flight(k);
           side[k].mode = STANDBY; receipts[k] = 0; side[k].opens = 0
        :: else ->
-          printf("%c confirms %e %d\n", LETTER(k), log[j].kind, (log[j].kind == SESSION -> log[j].epoch : log[j].id));
+          printf("%c.confirm(%e,%d)\n", LETTER(k), log[j].kind, (log[j].kind == SESSION -> log[j].epoch : log[j].id));
           merge(k, j);
           side[k].confirmed = j + 1;
           if
@@ -429,14 +429,14 @@ proctype Writer(byte k) {
 inline mark(k_) {
   side[k_].term++;
   broken[k_] = 0; receipts[k_] = 0;
-  printf("%c's MARKER %d lands", LETTER(k_), side[k_].term);
+  printf("%c.mark(%d)", LETTER(k_), side[k_].term);
   land(k_, side[k_].term, MARKER, 0, 0, 0)
 }
 
 inline serve(k_) {
   fail_in_flight(k_);
   side[k_].mode = SERVING; side[k_].opens = 0;
-  printf("%c serves from %d\n", LETTER(k_), side[k_].persisted[0]);
+  printf("%c.serve(%d)\n", LETTER(k_), side[k_].persisted[0]);
   for (n : 0 .. NAMES - 1) {
     must(side[k_].persisted[n] >= told[n] || owner != k_ || owner_term != side[k_].term,
          "BROKEN: recovery: a message that was acknowledged counts as new\n")
@@ -533,7 +533,7 @@ proctype Owner(byte k) {
        replay(k, t + 1);
        if
 #ifndef BUG_MARKER_WITHOUT_A_HIGHER_TERM
-       :: log[t].is_void -> printf("%c reads an equal or higher term\n", LETTER(k)); side[k].mode = STANDBY
+       :: log[t].is_void -> printf("%c.outbid\n", LETTER(k)); side[k].mode = STANDBY
        :: else -> serve(k)
 #else
        :: true -> serve(k)
@@ -544,31 +544,31 @@ proctype Owner(byte k) {
   :: d_step { /* an outcome is unknown, or the log has refused: open the log again, and read on */
        side[k].mode == SERVING && IS_UNCERTAIN(k) && side[k].term < TERMS ->
 #if defined(BUG_FAILS_WITHOUT_READING)
-       printf("%c fails what is in flight\n", LETTER(k)); fail_in_flight(k); broken[k] = 0
+       printf("%c.fail\n", LETTER(k)); fail_in_flight(k); broken[k] = 0
 #elif defined(BUG_SETTLES_WITHOUT_A_NEW_MARKER)
-       printf("%c reads, and fails what is in flight\n", LETTER(k));
+       printf("%c.readAndFail\n", LETTER(k));
        replay(k, end); fail_in_flight(k); broken[k] = 0; receipts[k] = 0
 #else
-       printf("%c settles\n", LETTER(k));
+       printf("%c.settle\n", LETTER(k));
        fail_in_flight(k);
        side[k].mode = STANDBY; receipts[k] = 0; side[k].opens = 0; broken[k] = 0
 #endif
      }
 #ifdef BUG_SNAPSHOT_IN_TWO_WRITES
-  :: d_step { side[k].mode == SERVING && store[k].persisted[0] != side[k].persisted[0] -> printf("%c stores %d\n", LETTER(k), side[k].persisted[0]); store_numbers(k) }
-  :: d_step { side[k].mode == SERVING && store[k].place != side[k].confirmed -> printf("%c stores place %d\n", LETTER(k), side[k].confirmed); store_place(k) }
+  :: d_step { side[k].mode == SERVING && store[k].persisted[0] != side[k].persisted[0] -> printf("%c.store(%d)\n", LETTER(k), side[k].persisted[0]); store_numbers(k) }
+  :: d_step { side[k].mode == SERVING && store[k].place != side[k].confirmed -> printf("%c.store(place%d)\n", LETTER(k), side[k].confirmed); store_place(k) }
 #else
   :: d_step { /* a snapshot: numbers and place in one write */
        side[k].mode == SERVING && store[k].place < side[k].confirmed ->
        store_numbers(k); store_place(k);
-       printf("%c stores %d at place %d\n", LETTER(k), store[k].persisted[0], store[k].place)
+       printf("%c.store(%d,place%d)\n", LETTER(k), store[k].persisted[0], store[k].place)
      }
 #endif
 #ifdef RETENTION
   :: d_step { /* before it drops entries: state at the log's end what is in force of a name */
        side[k].mode == SERVING && len(flight[k]) < FLIGHT && statements < 2 && side[k].durable[0] > 0 ->
        statements++;
-       printf("%c states %d\n", LETTER(k), side[k].persisted[0]);
+       printf("%c.state(%d)\n", LETTER(k), side[k].persisted[0]);
        append(k, STATEMENT, 0, side[k].persisted[0], side[k].durable[0])
      }
   :: d_step { /* drop what the snapshot covers, if a later confirmed entry states what is in force */
@@ -586,7 +586,7 @@ proctype Owner(byte k) {
 #endif
        if
        :: is_stated ->
-          printf("%c drops what is before place %d\n", LETTER(k), t);
+          printf("%c.drop(place%d)\n", LETTER(k), t);
           for (j : first .. t - 1) {
             log[j].kind = 0; log[j].term = 0; log[j].who = 0; log[j].is_void = 0;
             log[j].name = 0; log[j].id = 0; log[j].epoch = 0; log[j].index = 0
@@ -597,7 +597,7 @@ proctype Owner(byte k) {
      }
   :: d_step { /* the store is lost, and rebuilt from what the log still has */
        !store_lost ->
-       store_lost = 1; printf("%c is killed, its store is lost\n", LETTER(k));
+       store_lost = 1; printf("%c.loseStore\n", LETTER(k));
        store[k].place = first; store[k].term = 0;
        store[k].index = (first < end -> log[first].index : messages);
        for (n : 0 .. NAMES - 1) { store[k].persisted[n] = 0; store[k].durable[n] = 0 };
@@ -607,13 +607,13 @@ proctype Owner(byte k) {
 #ifdef FORGETTING
   :: d_step { /* the policy forgets name 0, which has no connected stream */
        side[k].mode == SERVING && len(flight[k]) < FLIGHT && side[k].durable[0] > 0 && !IN_FLIGHT(k, 0) && IS_IDLE ->
-       printf("%c forgets the name\n", LETTER(k));
+       printf("%c.forget\n", LETTER(k));
        append(k, FORGET, 0, 0, 0)
      }
 #endif
   :: d_step { /* kill -9, and the next start */
        crashes < CRASHES ->
-       crashes++; printf("%c is killed\n", LETTER(k)); load(k)
+       crashes++; printf("%c.kill\n", LETTER(k)); load(k)
      }
   od
 }
