@@ -49,13 +49,13 @@ class Scene:
 SCENES = (
     Scene(
         "pipelining",
-        {"SESSIONS": 1, "MESSAGES": 3, "SIDECARS": 1, "TERMS": 3, "LOG": 8},
-        {"SESSIONS": 1, "MESSAGES": 3, "SIDECARS": 1, "TERMS": 4, "LOG": 11, "CRASHES": 2, "LOSSES": 2, "FLIGHT": 3},
+        {"MESSAGES": 3, "TERMS": 3, "LOG": 8},
+        {"MESSAGES": 3, "TERMS": 4, "LOG": 11, "CRASHES": 2, "LOSSES": 2, "FLIGHT": 3},
     ),
     Scene(
         "two owners",
-        {"SESSIONS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 3, "LOG": 7},
-        {"SESSIONS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 3, "LOG": 9},
+        {"MESSAGES": 2, "SIDECARS": 2, "TERMS": 3, "LOG": 7},
+        {"MESSAGES": 2, "SIDECARS": 2, "TERMS": 3, "LOG": 9},
     ),
     Scene(
         "two sessions",
@@ -64,21 +64,21 @@ SCENES = (
     ),
     Scene(
         "two names",
-        {"NAMES": 2, "SESSIONS": 2, "MESSAGES": 1, "SIDECARS": 1, "TERMS": 3, "LOG": 8},
-        {"NAMES": 2, "SESSIONS": 2, "MESSAGES": 2, "SIDECARS": 1, "TERMS": 3, "LOG": 9},
+        {"NAMES": 2, "SESSIONS": 2, "MESSAGES": 1, "TERMS": 3, "LOG": 8},
+        {"NAMES": 2, "SESSIONS": 2, "MESSAGES": 2, "TERMS": 3, "LOG": 9},
     ),
     Scene(
         "retention",
-        {"RETENTION": 1, "SESSIONS": 1, "MESSAGES": 2, "SIDECARS": 1, "TERMS": 2, "LOG": 8, "LOSSES": 0},
-        {"RETENTION": 1, "SESSIONS": 1, "MESSAGES": 3, "SIDECARS": 1, "TERMS": 3, "LOG": 9},
+        {"RETENTION": 1, "MESSAGES": 2, "TERMS": 2, "LOG": 8, "LOSSES": 0},
+        {"RETENTION": 1, "MESSAGES": 3, "TERMS": 3, "LOG": 9},
     ),
     Scene(
         "forgetting",
-        {"FORGETTING": 1, "SESSIONS": 2, "MESSAGES": 1, "SIDECARS": 1, "TERMS": 2, "LOG": 8},
+        {"FORGETTING": 1, "SESSIONS": 2, "MESSAGES": 1, "TERMS": 2, "LOG": 8},
         {"FORGETTING": 1, "SESSIONS": 2, "MESSAGES": 1, "SIDECARS": 2, "TERMS": 2, "LOG": 9},
     ),
     Scene("window", {"IDS": 3, "LOG": 5}, {"IDS": 3, "LOG": 6}, "window.pml", max_trace=45),
-    Scene("receipts", {"LIVENESS": 1, "SESSIONS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 5, "LOG": 15}, None),
+    Scene("receipts", {"LIVENESS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 5, "LOG": 15}, None),
 )
 
 
@@ -107,6 +107,7 @@ BUGS = (
     Bug("SERVES_BEFORE_READING", "two owners", "No verdict before the log was read up to the own marker."),
     Bug("READS_BEFORE_ITS_MARKER", "two owners", "The marker is written before the log is read."),
     Bug("VOID_ENTRIES_COUNT", "two owners", "Entries that are not under the owner's marker are void."),
+    Bug("VOID_ENTRIES_HAVE_AN_INDEX", "two owners", "Void entries have no index."),
     Bug("MARKER_WITHOUT_A_HIGHER_TERM", "two owners", "Only a marker with a higher term takes ownership."),
     Bug("CONFIRMS_WITHOUT_READING_A_GAP", "two owners", "An append after another owner's marker is not confirmed."),
     Bug("NO_EPOCH_CHECK", "two sessions", "Only the newest session may publish."),
@@ -208,16 +209,18 @@ def rules_text(results: Results) -> str:
         for bug in BUGS:
             if bug.scene == scene.name:
                 result = results[scene.name, bug.name]
-                lines += [f"  {bug.rule}", f"    {_short(scene, result)} => {result.broken.partition(':')[0]}"]
+                promise = result.broken.partition(":")[0].replace(" ", "-")
+                lines += [f"  {bug.rule}", f"    {_short(scene, result)} →{promise}"]
     return "\n".join([*lines, "```"])
 
 
 def _short(scene: Scene, result: Result) -> str:
     steps = [step for step in result.trace if not (scene.is_about_liveness and re.search("answer|refuse", step))]
-    text = " ".join(steps).replace("MESSAGE,", "")
-    if scene.small.get("SIDECARS") == 1:
+    # A lookup is shown where other steps follow, before the decision.
+    text = re.sub(r"lookUp\((\d)\) (?=(admit|answer)\(\1)", "", " ".join(steps)).replace("MESSAGE,", "")
+    if scene.small.get("SIDECARS", 1) == 1:
         text = text.replace("A.", "")
-    return text.replace(",s1", "") if scene.small.get("SESSIONS") == 1 else text
+    return text.replace(",s1", "") if scene.small.get("SESSIONS", 1) == 1 else text
 
 
 def with_part(page: str, part: str, content: str) -> str:

@@ -18,13 +18,13 @@
 #define NAMES 1 /* producer names */
 #endif
 #ifndef SESSIONS
-#define SESSIONS 2 /* sessions; session s has the name s % NAMES */
+#define SESSIONS 1 /* sessions; session s has the name s % NAMES */
 #endif
 #ifndef MESSAGES
 #define MESSAGES 2 /* messages of a name: sequence IDs 1 to MESSAGES, at most 3; 0 is none */
 #endif
 #ifndef SIDECARS
-#define SIDECARS 2 /* sidecars, at most 2 */
+#define SIDECARS 1 /* sidecars, at most 2 */
 #endif
 #ifndef TERMS
 #define TERMS 3 /* terms, at most 7 */
@@ -211,7 +211,12 @@ inline replay(k_, to_) {
   do
   :: j < to_ ->
      if
+#ifdef BUG_VOID_ENTRIES_HAVE_AN_INDEX
+     :: log[j].is_void && log[j].kind == MESSAGE -> side[k_].index++
+     :: log[j].is_void && log[j].kind != MESSAGE
+#else
      :: log[j].is_void
+#endif
      :: else -> merge(k_, j)
      fi;
      side[k_].term = MAX(side[k_].term, log[j].term);
