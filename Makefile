@@ -7,8 +7,8 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests \
-	proto go-client lock docs dist image install uninstall clean
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign model peer-tests \
+	proto go-client java-client lock docs dist image install uninstall clean
 
 demo: $(READY)
 	$(BIN)/python -m demo
@@ -65,6 +65,10 @@ check: $(READY)
 	cd proto && ../$(BIN)/buf lint
 	BIN=$(abspath $(BIN)) ./proto/generate.sh --check
 
+# Explores all states of the models of the protocol, see docs/internals/model.md. Needs spin and gcc.
+model: $(READY)
+	$(BIN)/python -m model.check
+
 bench: $(READY)
 	$(BIN)/python -m bench
 
@@ -75,7 +79,8 @@ bench-peers: $(READY)
 # What the suite has a small fixed share of: the other cases of families of tests (tests/tiers.py), random histories of a topic, of windows of deduplication IDs with runs on
 # disk, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
 # gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
-# sidecars in front of one; and attacks on a journal's newest file, by clocks that are wrong, and by callers with narrow rights.
+# sidecars in front of one; and attacks on a journal's newest file, by clocks that are wrong, and by callers with narrow rights;
+# and all states of the models at larger bounds.
 CASES ?= 100000
 KILLS ?= 300
 BACKUPS ?= 100
@@ -107,6 +112,7 @@ campaign: $(READY)
 	$(BIN)/python -m tests.kernels tests.pulsar.campaign --faults $(FAULTS) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.functions_campaign --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar.crashes --faults $(CRASHES) --seed $(SEED)
+	$(BIN)/python -m model.check --large
 
 # The tests of Pulsar's Go client through the door of a sidecar, before a real Pulsar broker. Needs Go and the network.
 # Afterwards the suite has a small share of them.

