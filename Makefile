@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # Bytecode is kept, whatever the shell says: the tests start hundreds of processes, and each would compile for itself.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests \
+.PHONY: demo demo-pulsar demo-services pulsar function-wheel prepare compile quick unit quick-check test check bench bench-peers campaign peer-tests java-client \
 	proto lock docs dist image install uninstall clean
 
 demo: $(READY)
@@ -110,6 +110,10 @@ campaign: $(READY)
 # Afterwards the suite has a small share of them.
 peer-tests: $(READY)
 	$(BIN)/python -m tests.kernels tests.pulsar.peer_suite
+
+# Builds the client for Java, and tests it with this sidecar. Needs Maven, JDK 17 and the network.
+java-client: $(READY)
+	cd clients/java && mvn -B -q package
 
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh

@@ -35,6 +35,7 @@ import java.util.Set;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.ExecutionException;
+import java.util.concurrent.RejectedExecutionException;
 import java.util.concurrent.TimeUnit;
 import java.util.regex.Pattern;
 
@@ -139,6 +140,9 @@ public final class Client implements AutoCloseable {
      */
     @Override
     public void close() {
+        if (isClosed) {
+            return;
+        }
         isClosed = true;
         for (AutoCloseable user : users) {
             if (user instanceof Reader reader) {
@@ -157,6 +161,15 @@ public final class Client implements AutoCloseable {
             }
             group.shutdownGracefully(0, 1, TimeUnit.SECONDS);
         });
+    }
+
+    /** Runs a task on the event loop. Throws INVALID_REQUEST if the client was closed. */
+    void execute(Runnable task) {
+        try {
+            loop.execute(task);
+        } catch (RejectedExecutionException e) {
+            throw SeqdedupeException.of("INVALID_REQUEST", "the client was closed").because(e);
+        }
     }
 
     // -- Connections.

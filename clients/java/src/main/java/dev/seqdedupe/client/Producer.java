@@ -38,7 +38,7 @@ public final class Producer implements AutoCloseable {
         this.config = config;
         inFlight = new InFlight(config.maxInFlightBatches, config.maxInFlightBytes);
         session = new ProducerSession(config.client, config.topic, config.name, name, inFlight);
-        config.client.loop.execute(() -> session.begin(config.deliveryTimeout.toMillis()));
+        config.client.execute(() -> session.begin(config.deliveryTimeout.toMillis()));
         lastId = config.client.await(session.opened);
     }
 
@@ -159,7 +159,7 @@ public final class Producer implements AutoCloseable {
                 Entry entry = filling = new Entry();
                 long lingerNanos = inFlight.isEmpty() ? 0 : config.linger.toNanos();
                 if (lingerNanos == 0) {
-                    config.client.loop.execute(() -> sealIfFilling(entry));
+                    config.client.execute(() -> sealIfFilling(entry));
                 } else {
                     config.client.loop.schedule(() -> sealIfFilling(entry), lingerNanos, TimeUnit.NANOSECONDS);
                 }
@@ -231,7 +231,7 @@ public final class Producer implements AutoCloseable {
                 boolean isLate = failure instanceof TimeoutException || failure.getCause() instanceof TimeoutException;
                 throw isLate ? session.failure() : SeqdedupeException.of(failure, config.topic);
             }
-        }, config.client.loop);
+        }, config.client::execute);
         config.client.await(ended);
     }
 
@@ -239,7 +239,9 @@ public final class Producer implements AutoCloseable {
         synchronized (inFlight) {
             seal();
         }
-        return CompletableFuture.supplyAsync(session::settled, config.client.loop).thenCompose(settled -> settled);
+        // In a later task of the event loop, the futures that depend on the batches are complete too.
+        return CompletableFuture.supplyAsync(session::settled, config.client::execute).thenCompose(settled -> settled)
+                .whenCompleteAsync((nothing, failure) -> {}, config.client::execute);
     }
 
     private void awaitRoom() {
@@ -289,6 +291,6 @@ public final class Producer implements AutoCloseable {
 
     private void queue(Entry entry) {
         entry.seal(inFlight);
-        config.client.loop.execute(() -> session.add(entry));
+        config.client.execute(() -> session.add(entry));
     }
 }

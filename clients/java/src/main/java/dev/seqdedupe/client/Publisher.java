@@ -27,7 +27,7 @@ public final class Publisher implements AutoCloseable {
     private Publisher(Builder b) {
         client = b.client;
         session = new PublisherSession(client, b.topic, inFlight);
-        client.loop.execute(() -> session.start(true, b.deliveryTimeout.toMillis()));
+        client.execute(() -> session.start(true, b.deliveryTimeout.toMillis()));
     }
 
     /** Configures and opens a {@link Publisher}. */
@@ -100,7 +100,7 @@ public final class Publisher implements AutoCloseable {
             inFlight.awaitRoom(client);
             entry.seal(inFlight);
         }
-        client.loop.execute(() -> session.add(entry));
+        client.execute(() -> session.add(entry));
         return entry;
     }
 
@@ -108,7 +108,7 @@ public final class Publisher implements AutoCloseable {
     @Override
     public void close() {
         inFlight.end(SeqdedupeException.of("INVALID_REQUEST", "the publisher was closed: nothing was sent"));
-        client.loop.execute(() -> session.abort("the publisher was closed"));
+        client.execute(() -> session.abort("the publisher was closed"));
     }
 
     /** Returns a UUID of version 7: the time in milliseconds, then random bits. */

@@ -31,6 +31,12 @@ import org.junit.jupiter.api.io.TempDir;
 
 class RealSidecarTest {
     private static final Credentials NONE = Credentials.builder().build();
+    private static final String RULES = """
+            [[allow]]
+            subjects = ["**"]
+            actions = ["publish", "read"]
+            topics = ["**"]
+            """;
     private static RealSidecar sidecar;
     private static Client client;
 
@@ -276,13 +282,14 @@ class RealSidecarTest {
         Process certificates = new ProcessBuilder(RealSidecar.PYTHON.toString(), "-c", """
                 import sys; from pathlib import Path; from tests.certificates import Authority
                 authority = Authority(Path(sys.argv[1]))
-                authority.issue("server", "127.0.0.1", "localhost"); authority.issue("client")
+                authority.issue("server", "127.0.0.1", "localhost"); authority.issue("client", "app")
                 """, folder.toString()).directory(RealSidecar.ROOT.toFile()).inheritIO().start();
         assertEquals(0, certificates.waitFor());
         Path ca = folder.resolve("authority.pem");
+        Path rules = Files.writeString(folder.resolve("rules.toml"), RULES);
         try (RealSidecar secure = new RealSidecar(folder, "--authentication", "token",
                 "--tls-certificate-file", folder.resolve("server.pem").toString(),
-                "--tls-key-file", folder.resolve("server.key").toString(), "--tls-client-ca-file", ca.toString())) {
+                "--tls-key-file", folder.resolve("server.key").toString(), "--tls-client-ca-file", ca.toString(), "--rules-file", rules.toString())) {
             String token = Files.readString(secure.data().resolve("token"));
             Path certificate = folder.resolve("client.pem");
             Path key = folder.resolve("client.key");
