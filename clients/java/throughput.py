@@ -17,7 +17,7 @@ from bench import by_client  # noqa: E402
 from seqdedupe.batch import Binary  # noqa: E402
 from seqdedupe.testing import Sidecar  # noqa: E402
 
-PAIRS, BATCHES, SINGLES = 7, 1500, 300
+PAIRS, WARM_UPS, BATCHES, SINGLES = 7, 3, 2_000, 400
 
 
 def python(address: str) -> tuple[float, float]:
@@ -30,9 +30,18 @@ def python(address: str) -> tuple[float, float]:
 def main() -> None:
     classpath = f"target/classes:target/test-classes:{(HERE / 'target/classpath').read_text().strip()}"
     with Sidecar() as sidecar:
-        command = ["java", "-cp", classpath, "dev.seqdedupe.client.Throughput", sidecar.address, str(BATCHES), str(SINGLES)]
+        command = [
+            "java",
+            "-cp",
+            classpath,
+            "dev.seqdedupe.client.Throughput",
+            sidecar.address,
+            str(BATCHES),
+            str(SINGLES),
+        ]
         with subprocess.Popen(command, cwd=HERE, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as java:
-            assert java.stdin is not None and java.stdout is not None
+            assert java.stdin is not None  # noqa: S101
+            assert java.stdout is not None  # noqa: S101
 
             def measured(name: str) -> tuple[float, float]:
                 java.stdin.write(name + "\n")
@@ -40,7 +49,9 @@ def main() -> None:
                 rate, median_ms = map(float, java.stdout.readline().split())
                 return rate, median_ms
 
-            measured("warm"), python(sidecar.address)
+            for k in range(WARM_UPS):
+                measured(f"warm-{k}")
+            python(sidecar.address)
             pairs = [(measured(f"java-{k}"), python(sidecar.address)) for k in range(PAIRS)]
             java.stdin.close()
     for of_java, of_python in pairs:

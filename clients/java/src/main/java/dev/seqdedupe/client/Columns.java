@@ -18,7 +18,6 @@ final class Columns {
     private final Values names = new Values();
     private final Values values = new Values();
     private final Values deduplicationIds = new Values();
-    private boolean hasEventTime;
 
     /** A column of values that may be absent, in Arrow's layout, without its offsets. */
     private static final class Values {
@@ -54,10 +53,27 @@ final class Columns {
 
     /** Adds a message, whose size was checked. */
     void add(Message message) {
+        int row = payloads.rows;
         batch.addPayloadOffsets(payloads.add(message.payload()));
-        batch.addKeyOffsets(keys.add(message.key()));
-        batch.addEventTimesMs(message.eventTimeMs());
-        hasEventTime |= message.eventTimeMs() != 0;
+        // The columns that most batches omit begin with the first message that needs them.
+        if (message.key() != null || keys.rows > 0) {
+            while (keys.rows < row) {
+                batch.addKeyOffsets(keys.add(null));
+            }
+            batch.addKeyOffsets(keys.add(message.key()));
+        }
+        if (message.eventTimeMs() != 0 || batch.getEventTimesMsCount() > 0) {
+            while (batch.getEventTimesMsCount() < row) {
+                batch.addEventTimesMs(0);
+            }
+            batch.addEventTimesMs(message.eventTimeMs());
+        }
+        if (message.properties().isEmpty() && names.rows == 0) {
+            return;
+        }
+        while (batch.getPropertyOffsetsCount() <= row) {
+            batch.addPropertyOffsets(0);
+        }
         for (Map.Entry<String, String> property : message.properties().entrySet()) {
             batch.addPropertyNameOffsets(names.add(property.getKey().getBytes(StandardCharsets.UTF_8)));
             batch.addPropertyValueOffsets(values.add(property.getValue().getBytes(StandardCharsets.UTF_8)));
@@ -80,10 +96,7 @@ final class Columns {
     /** Returns the batch, without the columns of its producer. Call it once. */
     Batch build() {
         batch.setPayloads(payloads.bytes()).setPayloadValidity(payloads.validity());
-        if (!hasEventTime) {
-            batch.clearEventTimesMs();
-        }
-        if (keys.present.isEmpty()) {
+        if (keys.rows == 0) {
             batch.clearKeyOffsets();
         } else {
             batch.setKeys(keys.bytes()).setKeyValidity(keys.validity());

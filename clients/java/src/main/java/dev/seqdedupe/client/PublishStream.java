@@ -31,6 +31,12 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     /** At this size, a message takes no more frames: a larger one is not more efficient. */
     private static final int FULL_MESSAGE_BYTES = 160 << 10;
     private static final int MAX_FRAMES = 256;
+    /**
+     * While other frames are in flight, a message below this size waits for further frames until the next answer, but not
+     * for longer than this time. A message costs the sidecar as much as several hundred rows.
+     */
+    private static final int SMALL_MESSAGE_BYTES = FULL_MESSAGE_BYTES / 2;
+    private static final long GATHER_NANOS = TimeUnit.MICROSECONDS.toNanos(300);
     private static final int REQUESTED_ANSWERS = 64;
     private static final Metadata.Key<String> GREETING =
             Metadata.Key.of("seqdedupe-greeting", Metadata.ASCII_STRING_MARSHALLER);
@@ -43,10 +49,13 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     private final Set<Sender> senders = new LinkedHashSet<>();
     private final Set<Sender> turns = new LinkedHashSet<>(); // the senders that may have a frame, the next one first
     private final Map<Long, Sender> frames = new HashMap<>(); // those that wait for their answers
+    private PublishStreamRequest.Builder next = PublishStreamRequest.newBuilder(); // the message that gathers frames
+    private int nextBytes;
     private ScheduledFuture<?> watch;
     private long answeredAt = System.nanoTime();
     private boolean isAccepted;
     private boolean isPumping;
+    private boolean isGathering;
     private boolean hasEnded;
 
     private static final class Answers {
@@ -86,6 +95,7 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
 
     /** The sender takes no more answers. Without senders, the stream ends. */
     void leave(Sender sender) {
+        send(); // its frames go before it resumes
         senders.remove(sender);
         turns.remove(sender);
         frames.values().removeIf(sender::equals);
@@ -96,17 +106,30 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
 
     private void pump() {
         isPumping = false;
-        while (!hasEnded && call.isReady() && !turns.isEmpty()) {
-            PublishStreamRequest request = gather();
-            if (request != null) {
-                call.sendMessage(request);
+        while (!hasEnded && call.isReady() && gather() > 0) {
+            if (frames.size() > next.getFramesCount() && nextBytes < SMALL_MESSAGE_BYTES) {
+                if (!isGathering) {
+                    isGathering = true;
+                    client.loop.schedule(this::send, GATHER_NANOS, TimeUnit.NANOSECONDS);
+                }
+                return;
             }
+            send();
         }
     }
 
-    private PublishStreamRequest gather() {
-        PublishStreamRequest.Builder request = null;
-        for (int size = 0, count = 0; size < FULL_MESSAGE_BYTES && count < MAX_FRAMES && !turns.isEmpty(); ) {
+    private void send() {
+        isGathering = false;
+        if (!hasEnded && next.getFramesCount() > 0) {
+            call.sendMessage(next.build());
+            next = PublishStreamRequest.newBuilder();
+            nextBytes = 0;
+        }
+    }
+
+    /** Adds the frames that are ready to the next message. Returns their number. */
+    private int gather() {
+        while (nextBytes < FULL_MESSAGE_BYTES && next.getFramesCount() < MAX_FRAMES && !turns.isEmpty()) {
             Sender sender = turns.iterator().next();
             turns.remove(sender);
             Frame frame = sender.nextFrame();
@@ -114,13 +137,11 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
                 answeredAt = frames.isEmpty() ? System.nanoTime() : answeredAt;
                 frames.put(frame.getNumber(), sender);
                 turns.add(sender);
-                request = request == null ? PublishStreamRequest.newBuilder() : request;
-                request.addFrames(frame);
-                size += frame.getSerializedSize();
-                count++;
+                next.addFrames(frame);
+                nextBytes += frame.getSerializedSize();
             }
         }
-        return request == null ? null : request.build();
+        return next.getFramesCount();
     }
 
     private void watch() {
@@ -179,6 +200,7 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
                 sender.lost(e);
             }
         });
+        send();
     }
 
     private Answers answersOf(long frame, PublishStreamResponse answer, Map<Sender, Answers> all) {
