@@ -1,7 +1,8 @@
 """Compares the clients for Java and Python on one sidecar, in interleaved pairs: ready batches of 200 messages of 100
 bytes, 16 in flight, and the median with one message in flight.
 
-    mvn test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath && ../../.venv/bin/python throughput.py
+    mvn test-compile dependency:build-classpath -Dmdep.outputFile=target/classpath
+    ../../.venv/bin/python throughput.py
 """
 
 import asyncio

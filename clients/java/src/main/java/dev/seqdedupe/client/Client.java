@@ -216,7 +216,8 @@ public final class Client implements AutoCloseable {
             }
             var path = new DomainSocketAddress(address.substring(Sidecars.UNIX.length()));
             b = NettyChannelBuilder.forAddress(path, InsecureChannelCredentials.create())
-                    .overrideAuthority("localhost").channelType(EpollDomainSocketChannel.class);
+                    .overrideAuthority("localhost").channelType(EpollDomainSocketChannel.class)
+                    .withOption(ChannelOption.SO_KEEPALIVE, null); // of TCP only
         } else {
             ChannelCredentials tls = credentials.tls();
             if (tls == null && credentials.hasToken() && !Sidecars.isLocal(address) && !credentials.allowsInsecureToken()) {
