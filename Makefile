@@ -119,6 +119,10 @@ campaign: $(READY)
 peer-tests: $(READY)
 	$(BIN)/python -m tests.kernels tests.pulsar.peer_suite
 
+# Builds the client for Java, and tests it with this sidecar. Needs Maven, JDK 17 and the network.
+java-client: $(READY)
+	cd clients/java && mvn -B -q package
+
 proto: $(READY)
 	BIN=$(abspath $(BIN)) ./proto/generate.sh
 

@@ -1,0 +1,110 @@
+package dev.seqdedupe.client;
+
+import java.util.HashMap;
+import java.util.HashSet;
+import java.util.List;
+import java.util.Map;
+import java.util.Set;
+
+/**
+ * The sidecar to ask now for a topic. The client asks all sidecars once in a round. If a sidecar names the owner, the
+ * client asks the owner next. After a round, the client waits. Use a route in one thread.
+ */
+final class Route {
+    static final String OWNER_ADDRESS = "owner_address";
+    /** The redirects that the client follows in a round. */
+    private static final int MAX_REDIRECTS = 5;
+    /** How often, until a success, the client returns to a sidecar that another one names: the topic moves there. */
+    private static final int MAX_RETURNS = 5;
+
+    private final Sidecars sidecars;
+    private final List<String> order;
+    private final Map<String, SeqdedupeException> asked = new HashMap<>(); // in this round
+    private final Set<String> unknownTo = new HashSet<>(); // since the last success
+    private String address;
+    private int redirects;
+    private int returns;
+    private boolean isOver;
+
+    Route(Sidecars sidecars, String topic) {
+        this.sidecars = sidecars;
+        order = sidecars.inOrder(topic);
+        address = order.get(0);
+    }
+
+    String address() {
+        return address;
+    }
+
+    /** Begins with the sidecar where the topic was last found; null changes nothing. */
+    void beginAt(String found) {
+        address = found == null ? address : found;
+    }
+
+    private void beginRound() {
+        asked.clear();
+        redirects = 0;
+        isOver = false;
+    }
+
+    /** Whether the cause of this error usually passes soon, because a topic is moving. */
+    static boolean passes(SeqdedupeException e) {
+        return e.is("NOT_OWNER", "DRAINING");
+    }
+
+    /**
+     * Handles an error of the sidecar at the address. Returns whether the address is now another one, which the caller
+     * asks at once. Otherwise the caller waits first.
+     */
+    boolean movesOn(SeqdedupeException why) {
+        if (isOver) {
+            beginRound();
+        }
+        asked.put(address, why);
+        if (!passes(why) && !why.is("UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN")) {
+            isOver = true;
+            return false;
+        }
+        String owner = why.is("NOT_OWNER") ? sidecars.allowed(why.details().get(OWNER_ADDRESS)) : null;
+        SeqdedupeException said = asked.get(owner);
+        if (said != null && !owner.equals(address) && passes(said) && returns < MAX_RETURNS) {
+            returns++;
+            isOver = true;
+            address = owner;
+            return false;
+        }
+        if (owner != null && said == null && redirects < MAX_REDIRECTS) {
+            redirects++;
+            address = owner;
+            return true;
+        }
+        String next = order.stream().filter(one -> !asked.containsKey(one)).findFirst().orElse(null);
+        isOver = next == null;
+        address = isOver ? order.get(0) : next;
+        return !isOver;
+    }
+
+    /**
+     * Converts an error of the sidecar at the address. A topic that one sidecar does not know may be moving to it. The
+     * error counts when all sidecars have returned it.
+     */
+    SeqdedupeException doubted(SeqdedupeException e) {
+        if (!e.is("TOPIC_NOT_FOUND", "NO_STATE") || sidecars.isOne() || e.details().containsKey("shard")) {
+            return e;
+        }
+        unknownTo.add(address);
+        return unknownTo.containsAll(order) ? e : SeqdedupeException.of("NOT_OWNER", "%s", e.getMessage()).because(e);
+    }
+
+    /** Whether a sidecar asked in this round has returned an error that usually passes soon. */
+    boolean isPassing() {
+        return !sidecars.isOne() && asked.values().stream().anyMatch(Route::passes);
+    }
+
+    /** Records a successful call. */
+    void goesWell() {
+        unknownTo.clear();
+        returns = 0;
+        beginRound();
+    }
+}
