@@ -9,6 +9,7 @@ The word after three backticks says what becomes of a block. All blocks of a pag
     text       no code: drawings, pieces of files, what a program prints
     ini, sql   pieces of files, what is in a database
     go         programs, which a test of clients/go runs
+    java, xml  the like of Java, which nothing runs
 
 A second word, one of EXCEPTIONS, says why a block does not run.
 """
@@ -29,7 +30,7 @@ from broker_sidecar.config import load
 
 COMMAND = str(Path(sys.executable).with_name("seqdedupe"))
 DEFAULT_ADDRESS = "127.0.0.1:6660"
-PLAIN = {"text", "ini", "sql", "go"}
+PLAIN = {"text", "ini", "sql", "go", "java", "xml"}
 EXCEPTIONS = {
     "elsewhere": "needs another machine, root, a container, a Pulsar cluster, or files of an operator",
     "fragment": "a piece of a program, whose language, framework or rest is not there",
