@@ -30,7 +30,7 @@ import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.io.TempDir;
 
 /** How senders end, and what their messages and callers are told then. */
-@Timeout(value = 60, threadMode = Timeout.ThreadMode.SEPARATE_THREAD)
+@Timeout(value = 45, threadMode = Timeout.ThreadMode.SEPARATE_THREAD)
 class EndsTest {
     private static final Credentials NONE = Credentials.builder().build();
     private FakeSidecar sidecar;
@@ -267,7 +267,7 @@ class EndsTest {
             sidecar.forgets = true;
             sidecar.breaksEvery = 2;
             sidecar.breaksAt = FakeSidecar.Point.BEFORE_STORE;
-            producer.send(Message.of("b"));
+            producer.send(Message.of("b")).join();
             producer.send(Message.of("c")).join();
         } finally {
             logger.removeHandler(handler);
