@@ -136,7 +136,7 @@ public final class Client implements AutoCloseable {
 
     /**
      * Ends the client, and its producers, publishers and readers without waiting: messages without a receipt fail with
-     * OUTCOME_UNKNOWN. Close the producers first.
+     * OUTCOME_UNKNOWN. Close the producers and publishers first.
      */
     @Override
     public void close() {

@@ -17,7 +17,8 @@ import java.util.concurrent.TimeUnit;
  * process has opened the name; {@link SeqdedupeException.DataLoss}, the sidecar has lost acknowledged messages; {@link
  * SeqdedupeException.InvalidRequest}, the sidecar refuses a batch for its content (earlier batches still get receipts);
  * {@link SeqdedupeException.OutcomeUnknown}, no receipt arrived within the delivery timeout. After the last, open the
- * producer again, and send from {@link #lastSequenceId()} + 1.
+ * producer again, and send from {@link #lastSequenceId()} + 1. After any other final error, messages that may have been
+ * stored fail with OUTCOME_UNKNOWN too, and the error is its cause.
  */
 public final class Producer implements AutoCloseable {
     private static final long NEXT = -1;

@@ -15,7 +15,8 @@ import java.util.concurrent.TimeUnit;
  *
  * <p>After a broken connection or a temporary refusal, the publisher sends again. If no receipt arrives within the
  * delivery timeout, the message fails with {@link SeqdedupeException.OutcomeUnknown}; then send it again with the same
- * ID. {@link SeqdedupeException.DataLoss} means that the topic contradicts earlier receipts; it ends the publisher.
+ * ID. If a message may have been stored, a final error is the cause of an OUTCOME_UNKNOWN.
+ * {@link SeqdedupeException.DataLoss} means that the topic contradicts earlier receipts; it ends the publisher.
  */
 public final class Publisher implements AutoCloseable {
     private static final int MAX_ID_BYTES = 255;
