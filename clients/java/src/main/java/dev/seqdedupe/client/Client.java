@@ -136,7 +136,7 @@ public final class Client implements AutoCloseable {
 
     /**
      * Ends the client, and its producers, publishers and readers without waiting: messages without a receipt fail with
-     * OUTCOME_UNKNOWN. Close the producers first.
+     * OUTCOME_UNKNOWN. Close the producers and publishers first.
      */
     @Override
     public void close() {
@@ -204,7 +204,10 @@ public final class Client implements AutoCloseable {
         channel.shutdown();
     }
 
-    /** Returns a new connection. It connects at the first call. Throws INSECURE_ADDRESS, CREDENTIALS_UNAVAILABLE. */
+    /**
+     * Returns a new connection. It connects at the first call. Throws INSECURE_ADDRESS, INVALID_ADDRESS,
+     * CREDENTIALS_UNAVAILABLE.
+     */
     ManagedChannel newChannel(String address) {
         if (isClosed) {
             throw SeqdedupeException.of("INVALID_REQUEST", "the client was closed");
@@ -224,8 +227,12 @@ public final class Client implements AutoCloseable {
                 throw SeqdedupeException.of("INSECURE_ADDRESS",
                         "there is a token, but no TLS connection to the sidecar at %s: nothing was sent", address);
             }
-            b = NettyChannelBuilder.forTarget("dns:///" + address, tls == null ? InsecureChannelCredentials.create() : tls)
-                    .channelType(Epoll.isAvailable() ? EpollSocketChannel.class : NioSocketChannel.class);
+            try {
+                b = NettyChannelBuilder.forTarget("dns:///" + address, tls == null ? InsecureChannelCredentials.create() : tls);
+            } catch (RuntimeException e) { // a file that is not PEM, perhaps because it is being replaced
+                throw SeqdedupeException.of("CREDENTIALS_UNAVAILABLE", "the TLS files cannot be used: %s", e).because(e);
+            }
+            b.channelType(Epoll.isAvailable() ? EpollSocketChannel.class : NioSocketChannel.class);
         }
         if (sidecars.isOne()) {
             b.keepAliveTime(30, TimeUnit.SECONDS).keepAliveTimeout(30, TimeUnit.SECONDS);
@@ -233,8 +240,13 @@ public final class Client implements AutoCloseable {
             b.keepAliveTime(10, TimeUnit.SECONDS).keepAliveTimeout(5, TimeUnit.SECONDS)
                     .withOption(ChannelOption.CONNECT_TIMEOUT_MILLIS, 5000);
         }
-        return b.eventLoopGroup(group).executor(loop).maxInboundMessageSize(MAX_ANSWER_BYTES)
-                .proxyDetector(target -> null).disableRetry().disableServiceConfigLookUp().build();
+        b.eventLoopGroup(group).executor(loop).maxInboundMessageSize(MAX_ANSWER_BYTES)
+                .proxyDetector(target -> null).disableRetry().disableServiceConfigLookUp();
+        try {
+            return b.build();
+        } catch (RuntimeException e) {
+            throw SeqdedupeException.of("INVALID_ADDRESS", "%s: %s", address, e).because(e);
+        }
     }
 
     /** Gives the sender a place on the stream to its topic at this sidecar. Runs on the event loop. */
@@ -263,8 +275,8 @@ public final class Client implements AutoCloseable {
         ManagedChannel channel;
         try {
             channel = channel(address, false);
-        } catch (SeqdedupeException e) {
-            return CompletableFuture.failedFuture(e);
+        } catch (RuntimeException e) {
+            return CompletableFuture.failedFuture(SeqdedupeException.of(e, address));
         }
         ClientCall<Q, A> call =
                 channel.newCall(method, options.withDeadlineAfter(CALL_TIMEOUT_MS, TimeUnit.MILLISECONDS));
@@ -313,6 +325,7 @@ public final class Client implements AutoCloseable {
      * makes changes is repeated only if the earlier attempt has certainly changed nothing.
      */
     <Q, A extends Message> A call(String topic, boolean isLook, MethodDescriptor<Q, A> method, Q request) {
+        checkMayWait();
         Route route = new Route(sidecars, topic);
         route.beginAt(foundAt.get(topic));
         Backoff backoff = new Backoff();
@@ -328,6 +341,9 @@ public final class Client implements AutoCloseable {
                 foundAt.put(topic, route.address());
                 return answer;
             } catch (SeqdedupeException failure) {
+                if (failure.getCause() instanceof InterruptedException) {
+                    throw failure; // which says nothing about the sidecar
+                }
                 e = route.doubted(failure);
             }
             if (!e.isTemporary()) {
@@ -363,7 +379,7 @@ public final class Client implements AutoCloseable {
         } catch (ExecutionException e) {
             throw SeqdedupeException.of(e.getCause(), sidecars.addresses().get(0)).again();
         } catch (InterruptedException e) {
-            throw interrupted("what was sent may take effect, or not");
+            throw interrupted("what was sent may take effect, or not").because(e);
         }
     }
 

@@ -87,6 +87,7 @@ public final class Credentials {
         private Supplier<String> token;
         private boolean isTokenSupplied;
         private Path tokenFile;
+        private boolean usesTls;
         private Path caFile;
         private Path certificateFile;
         private Path keyFile;
@@ -100,6 +101,7 @@ public final class Credentials {
             b.token = token;
             b.isTokenSupplied = isTokenSupplied;
             b.tokenFile = tokenFile;
+            b.usesTls = usesTls;
             b.caFile = caFile;
             b.certificateFile = certificateFile;
             b.keyFile = keyFile;
@@ -125,6 +127,12 @@ public final class Credentials {
         /** Sets the file with one line, the token. */
         public Builder tokenFile(Path file) {
             tokenFile = file;
+            return this;
+        }
+
+        /** Uses TLS also without any TLS file. Then the authorities are trusted that the JVM trusts. */
+        public Builder tls() {
+            usesTls = true;
             return this;
         }
 
@@ -197,7 +205,7 @@ public final class Credentials {
 
     /** Returns gRPC's credentials for a new connection, or null without TLS. Throws CREDENTIALS_UNAVAILABLE. */
     ChannelCredentials tls() {
-        if (given.caFile == null && given.certificateFile == null) {
+        if (!given.usesTls && given.caFile == null && given.certificateFile == null) {
             return null;
         }
         try {

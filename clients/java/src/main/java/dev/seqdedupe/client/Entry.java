@@ -26,6 +26,7 @@ final class Entry {
     List<Long> ids; // empty in a topic of deduplication IDs
     long link; // the highest ID below the first ID that this session sent or that Open returned
     long queuedAt;
+    int openFrames; // the frames with this batch of which it is not certain that they stored nothing
 
     // The outcome. If all rows were stored in one run: the first of them. Otherwise all rows, null while undecided.
     private long firstIndex;
@@ -65,6 +66,14 @@ final class Entry {
         } else {
             done.completeExceptionally(failure);
         }
+    }
+
+    /** Fails the batch. If a frame may have stored its messages, the error says OUTCOME_UNKNOWN. */
+    void giveUp(SeqdedupeException why) {
+        boolean isKnown = openFrames == 0 || why.is("OUTCOME_UNKNOWN")
+                || why instanceof SeqdedupeException.Fenced || why instanceof SeqdedupeException.DataLoss;
+        end(isKnown ? why : SeqdedupeException.of("OUTCOME_UNKNOWN",
+                "the message was sent, and may have been stored: %s", why.getMessage()).because(why));
     }
 
     /** Returns the future outcome of a message. */

@@ -43,7 +43,11 @@ public record Position(long incarnation, MessageId messageId, long index, long o
     /** Returns the position whose bytes {@link #toBytes()} has returned. Throws INVALID_POSITION. */
     public static Position fromBytes(byte[] data) {
         try {
-            return of(io.seqdedupe.v1.Position.parseFrom(data));
+            Position p = of(io.seqdedupe.v1.Position.parseFrom(data));
+            if (p.incarnation != 0 && p.isWhole()) {
+                return p;
+            }
+            throw SeqdedupeException.of("INVALID_POSITION", "these bytes are not a position");
         } catch (InvalidProtocolBufferException e) {
             throw SeqdedupeException.of("INVALID_POSITION", "these bytes are not a position").because(e);
         }

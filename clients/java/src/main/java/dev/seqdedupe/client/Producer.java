@@ -5,7 +5,6 @@ import java.time.Duration;
 import java.util.List;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
-import java.util.concurrent.TimeoutException;
 
 /**
  * Publishes under a producer name. It is safe for use by several threads; then messages take their places in the topic in
@@ -18,15 +17,19 @@ import java.util.concurrent.TimeoutException;
  * process has opened the name; {@link SeqdedupeException.DataLoss}, the sidecar has lost acknowledged messages; {@link
  * SeqdedupeException.InvalidRequest}, the sidecar refuses a batch for its content (earlier batches still get receipts);
  * {@link SeqdedupeException.OutcomeUnknown}, no receipt arrived within the delivery timeout. After the last, open the
- * producer again, and send from {@link #lastSequenceId()} + 1.
+ * producer again, and send from {@link #lastSequenceId()} + 1. After any other final error, messages that may have been
+ * stored fail with OUTCOME_UNKNOWN too, and the error is its cause.
  */
 public final class Producer implements AutoCloseable {
     private static final long NEXT = -1;
     private static final int MAX_NAME_BYTES = 255;
-    static final Duration DELIVERY_TIMEOUT = Duration.ofMinutes(2);
-    private static final long CLOSE_TIMEOUT_MS = 30_000;
+    static final long DELIVERY_TIMEOUT_MS = 120_000;
 
-    private final Builder config;
+    private final Client client;
+    private final String name;
+    private final long lingerNanos;
+    private final int maxBatchRows;
+    private final int maxBatchBytes;
     private final InFlight inFlight; // also the lock of all fields below
     private final ProducerSession session;
     private Entry filling; // the batch that takes messages, if there is one
@@ -34,12 +37,23 @@ public final class Producer implements AutoCloseable {
     private long lastId;
     private boolean isClosed;
 
-    private Producer(Builder config, ByteString name) {
-        this.config = config;
-        inFlight = new InFlight(config.maxInFlightBatches, config.maxInFlightBytes);
-        session = new ProducerSession(config.client, config.topic, config.name, name, inFlight);
-        config.client.execute(() -> session.begin(config.deliveryTimeout.toMillis()));
-        lastId = config.client.await(session.opened);
+    private Producer(Builder b, ByteString nameBytes) {
+        client = b.client;
+        client.checkMayWait();
+        name = b.name;
+        lingerNanos = b.lingerNanos;
+        maxBatchRows = b.maxBatchRows;
+        maxBatchBytes = b.maxBatchBytes;
+        long deliveryTimeoutMs = b.deliveryTimeoutMs;
+        inFlight = new InFlight(b.maxInFlightBatches, b.maxInFlightBytes);
+        session = new ProducerSession(client, b.topic, name, nameBytes, inFlight, this::takeFilling);
+        client.execute(() -> session.begin(deliveryTimeoutMs));
+        try {
+            lastId = client.await(session.opened);
+        } catch (SeqdedupeException e) {
+            session.abandon("the opening of producer " + name + " was given up");
+            throw e;
+        }
     }
 
     /** Configures and opens a {@link Producer}. */
@@ -47,12 +61,12 @@ public final class Producer implements AutoCloseable {
         private final Client client;
         private final String topic;
         private final String name;
-        private Duration linger = Duration.ofMillis(1);
+        private long lingerNanos = 1_000_000;
         private int maxBatchRows = 1000;
         private int maxBatchBytes = 128 << 10;
         private int maxInFlightBatches = 32;
         private long maxInFlightBytes = 16 << 20;
-        private Duration deliveryTimeout = DELIVERY_TIMEOUT;
+        private long deliveryTimeoutMs = DELIVERY_TIMEOUT_MS;
 
         Builder(Client client, String topic, String name) {
             this.client = client;
@@ -65,7 +79,7 @@ public final class Producer implements AutoCloseable {
          * sent at once.
          */
         public Builder linger(Duration time) {
-            linger = time;
+            lingerNanos = checked("linger", time, TimeUnit.NANOSECONDS);
             return this;
         }
 
@@ -75,9 +89,9 @@ public final class Producer implements AutoCloseable {
             return this;
         }
 
-        /** Sets about the size of a full batch; default 128 KiB, at most 8 MiB. */
+        /** Sets about the size of a full batch; default 128 KiB, at most 8 MiB - 1 KiB. */
         public Builder maxBatchBytes(int bytes) {
-            maxBatchBytes = checked("maxBatchBytes", bytes, Message.MAX_BATCH_BYTES);
+            maxBatchBytes = checked("maxBatchBytes", bytes, Message.MAX_BATCH_BYTES - Message.BATCH_OVERHEAD_BYTES);
             return this;
         }
 
@@ -98,8 +112,16 @@ public final class Producer implements AutoCloseable {
          * Zero means no limit.
          */
         public Builder deliveryTimeout(Duration time) {
-            deliveryTimeout = time;
+            deliveryTimeoutMs = checked("deliveryTimeout", time, TimeUnit.MILLISECONDS);
             return this;
+        }
+
+        /** Converts a time. A time that is too long for the unit is the longest one. */
+        static long checked(String what, Duration time, TimeUnit unit) {
+            if (time == null || time.isNegative()) {
+                throw SeqdedupeException.of("INVALID_REQUEST", "%s is %s: it should be a time of at least 0", what, time);
+            }
+            return time.isZero() ? 0 : Math.max(1, unit.convert(time));
         }
 
         private static int checked(String what, int value, int atMost) {
@@ -152,23 +174,22 @@ public final class Producer implements AutoCloseable {
         synchronized (inFlight) {
             awaitRoom();
             long id = nextId(lastSent, sequenceId);
-            if (filling != null && filling.sizeBytes + size > config.maxBatchBytes) {
+            if (filling != null && filling.sizeBytes + size > maxBatchBytes) {
                 seal();
             }
             if (filling == null) {
                 Entry entry = filling = new Entry();
-                long lingerNanos = inFlight.isEmpty() ? 0 : config.linger.toNanos();
-                if (lingerNanos == 0) {
-                    config.client.execute(() -> sealIfFilling(entry));
+                if (inFlight.isEmpty() || lingerNanos == 0) {
+                    client.execute(() -> sealIfFilling(entry));
                 } else {
-                    config.client.loop.schedule(() -> sealIfFilling(entry), lingerNanos, TimeUnit.NANOSECONDS);
+                    client.loop.schedule(() -> sealIfFilling(entry), lingerNanos, TimeUnit.NANOSECONDS);
                 }
             }
             Entry entry = filling;
             entry.columns.addSequenceId(id);
             int row = entry.add(message, size);
             sent(id);
-            if (row + 1 >= config.maxBatchRows || entry.sizeBytes >= config.maxBatchBytes) {
+            if (row + 1 >= maxBatchRows || entry.sizeBytes >= maxBatchBytes) {
                 seal();
             }
             return entry.receipt(row);
@@ -209,7 +230,11 @@ public final class Producer implements AutoCloseable {
 
     /** Waits until all earlier messages have receipts. Throws the first failure. */
     public void flush() {
-        config.client.await(flushed());
+        client.checkMayWait();
+        synchronized (inFlight) {
+            seal();
+        }
+        client.await(session.flushed());
     }
 
     /**
@@ -218,38 +243,23 @@ public final class Producer implements AutoCloseable {
      */
     @Override
     public void close() {
+        client.checkMayWait();
         synchronized (inFlight) {
             if (isClosed) {
                 return;
             }
             isClosed = true;
-        }
-        CompletableFuture<Void> flushed = flushed().orTimeout(CLOSE_TIMEOUT_MS, TimeUnit.MILLISECONDS);
-        CompletableFuture<Void> ended = flushed.handle((nothing, failure) -> failure).thenAcceptAsync(failure -> {
-            session.abort("producer " + config.name + " was closed");
-            if (failure != null) {
-                boolean isLate = failure instanceof TimeoutException || failure.getCause() instanceof TimeoutException;
-                throw isLate ? session.failure() : SeqdedupeException.of(failure, config.topic);
-            }
-        }, config.client::execute);
-        config.client.await(ended);
-    }
-
-    private CompletableFuture<Void> flushed() {
-        synchronized (inFlight) {
             seal();
         }
-        // In a later task of the event loop, the futures that depend on the batches are complete too.
-        return CompletableFuture.supplyAsync(session::settled, config.client::execute).thenCompose(settled -> settled)
-                .whenCompleteAsync((nothing, failure) -> {}, config.client::execute);
+        session.flushAndEnd("producer " + name + " was closed");
     }
 
     private void awaitRoom() {
         if (!isClosed) {
-            inFlight.awaitRoom(config.client);
+            inFlight.awaitRoom(client);
         }
         if (isClosed) {
-            throw SeqdedupeException.of("INVALID_REQUEST", "producer %s was closed", config.name);
+            throw SeqdedupeException.of("INVALID_REQUEST", "producer %s was closed", name);
         }
     }
 
@@ -291,6 +301,18 @@ public final class Producer implements AutoCloseable {
 
     private void queue(Entry entry) {
         entry.seal(inFlight);
-        config.client.execute(() -> session.add(entry));
+        session.queue(entry);
+    }
+
+    /** Returns the batch that takes messages, sealed, which the session has not seen; null if there is none. */
+    private Entry takeFilling() {
+        synchronized (inFlight) {
+            Entry entry = filling;
+            filling = null;
+            if (entry != null) {
+                entry.seal(inFlight);
+            }
+            return entry;
+        }
     }
 }

@@ -16,45 +16,47 @@ import java.util.Map;
 import java.util.Set;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
+import java.util.function.Supplier;
 
 /** The session of a producer name: it opens, sends, and resumes, on the client's event loop. */
 final class ProducerSession extends Sender {
     /** The limit of the opening. Resuming a session has no limit. */
     private static final long OPEN_TIMEOUT_MS = 30_000;
+    private static final System.Logger LOG = System.getLogger(ProducerSession.class.getPackageName());
 
     final CompletableFuture<Long> opened = new CompletableFuture<>();
     private final String name;
     private final SendQueue queue;
+    private final Supplier<Entry> takeFilling;
     private final Set<String> older = new HashSet<>(); // the sidecars that have answered Open with a lower term
     private ScheduledFuture<?> rewinds;
     private boolean hasResumedInVain; // after a refusal, and no receipt has arrived since
 
-    ProducerSession(Client client, String topic, String name, ByteString nameBytes, InFlight inFlight) {
+    ProducerSession(Client client, String topic, String name, ByteString nameBytes, InFlight inFlight,
+            Supplier<Entry> takeFilling) {
         super(client, topic);
+        this.takeFilling = takeFilling;
         this.name = name;
         queue = new SendQueue(nameBytes, inFlight);
     }
 
     void begin(long deliveryTimeoutMs) {
-        start(false, deliveryTimeoutMs);
         client.loop.schedule(() -> {
             if (!queue.isOpen) {
                 fail(lastError != null ? lastError : queue.outcomeUnknown("the producer was not opened in time"), true);
                 end();
             }
         }, OPEN_TIMEOUT_MS, TimeUnit.MILLISECONDS);
+        start(false, deliveryTimeoutMs);
     }
 
+    @Override
     void add(Entry entry) {
         queue.add(entry);
         wake();
     }
 
-    SeqdedupeException failure() {
-        return queue.failure;
-    }
-
-    /** Returns a future of the receipts of all batches so far. */
+    @Override
     CompletableFuture<Void> settled() {
         return queue.failure != null && queue.isEmpty()
                 ? CompletableFuture.failedFuture(queue.failure)
@@ -90,7 +92,10 @@ final class ProducerSession extends Sender {
                         address, answer.getTerm(), queue.term);
             }
         }
-        queue.open(answer);
+        if (queue.open(answer)) {
+            LOG.log(System.Logger.Level.WARNING, "The topic {0} has forgotten the producer {1}, as its policy says. A message "
+                    + "that is sent again is stored again.", topic, name);
+        }
         opened.complete(queue.opened);
     }
 
@@ -150,6 +155,7 @@ final class ProducerSession extends Sender {
             throw why;
         }
         queue.refused(frame, why);
+        failFilling();
         if (why.is("NOT_OWNER")) {
             throw why; // the session resumes at the owner
         }
@@ -163,7 +169,10 @@ final class ProducerSession extends Sender {
     }
 
     @Override
-    void streamEnded() {
+    void streamEnded(boolean wasAccepted) {
+        if (!wasAccepted) {
+            queue.nothingArrived();
+        }
         if (rewinds != null) {
             rewinds.cancel(false);
             rewinds = null;
@@ -189,8 +198,17 @@ final class ProducerSession extends Sender {
     void fail(SeqdedupeException why, boolean isFinal) {
         opened.completeExceptionally(why);
         queue.fail(why, null);
+        failFilling();
         if (!isFinal) {
             end(); // the opening has failed, which is final for a producer
+        }
+    }
+
+    /** After a failure, nothing else ends the batch that takes messages. */
+    private void failFilling() {
+        Entry filling = queue.failure == null ? null : takeFilling.get();
+        if (filling != null) {
+            queue.add(filling);
         }
     }
 
@@ -203,8 +221,9 @@ final class ProducerSession extends Sender {
     }
 
     @Override
-    void abort(String what) {
+    SeqdedupeException abort(String what) {
         fail(queue.outcomeUnknown(what), true);
         end();
+        return queue.failure;
     }
 }

@@ -53,6 +53,7 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     private int nextBytes;
     private ScheduledFuture<?> watch;
     private long answeredAt = System.nanoTime();
+    private boolean hasHeaders;
     private boolean isAccepted;
     private boolean isPumping;
     private boolean isGathering;
@@ -132,7 +133,7 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
         while (nextBytes < FULL_MESSAGE_BYTES && next.getFramesCount() < MAX_FRAMES && !turns.isEmpty()) {
             Sender sender = turns.iterator().next();
             turns.remove(sender);
-            Frame frame = sender.nextFrame();
+            Frame frame = nextFrame(sender);
             if (frame != null) {
                 answeredAt = frames.isEmpty() ? System.nanoTime() : answeredAt;
                 frames.put(frame.getNumber(), sender);
@@ -142,6 +143,21 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
             }
         }
         return next.getFramesCount();
+    }
+
+    /** Returns the sender's next frame, or null. A failure ends only this sender. */
+    private Frame nextFrame(Sender sender) {
+        try {
+            return sender.nextFrame();
+        } catch (RuntimeException e) {
+            client.loop.execute(() -> {
+                if (senders.contains(sender)) {
+                    leave(sender);
+                    sender.lost(SeqdedupeException.of(e, address));
+                }
+            });
+            return null;
+        }
     }
 
     private void watch() {
@@ -162,6 +178,11 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     }
 
     @Override
+    public void onHeaders(Metadata headers) {
+        hasHeaders = true;
+    }
+
+    @Override
     public void onMessage(PublishStreamResponse answer) {
         if (hasEnded) {
             return;
@@ -177,13 +198,13 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
         }
         Map<Sender, Answers> all = new LinkedHashMap<>();
         for (Receipt receipt : answer.getReceiptsList()) {
-            Answers one = answersOf(receipt.getFrame(), answer, all);
+            Answers one = answersOf(receipt.getFrame(), all);
             if (one != null) {
                 one.receipts.add(receipt);
             }
         }
         for (Refusal refusal : answer.getRefusalsList()) {
-            Answers one = answersOf(refusal.getFrame(), answer, all);
+            Answers one = answersOf(refusal.getFrame(), all);
             if (one != null) {
                 one.refusals.add(refusal);
             }
@@ -193,34 +214,56 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
                 return;
             }
             try {
+                if (!sender.accepts(answer)) {
+                    throw outdated(answer, answers.refusals); // the frames get no other answer: the sender resumes
+                }
                 sender.take(answer, answers.receipts, answers.refusals);
                 ready(sender);
-            } catch (SeqdedupeException e) {
+            } catch (RuntimeException e) {
                 leave(sender);
-                sender.lost(e);
+                sender.lost(SeqdedupeException.of(e, address));
             }
         });
         send();
     }
 
-    private Answers answersOf(long frame, PublishStreamResponse answer, Map<Sender, Answers> all) {
-        Sender sender = frames.get(frame);
-        if (sender == null || !sender.accepts(answer)) {
+    /** Returns the error for an answer of a lower term. It names the owner if a refusal does. */
+    private SeqdedupeException outdated(PublishStreamResponse answer, List<Refusal> refusals) {
+        Map<String, String> details = new HashMap<>();
+        for (Refusal refusal : refusals) {
+            if (!refusal.getOwnerAddress().isEmpty()) {
+                details.put(Route.OWNER_ADDRESS, refusal.getOwnerAddress());
+            }
+        }
+        String what = String.format("%s answers with term %d, lower than before", address, answer.getTerm());
+        return SeqdedupeException.of("NOT_OWNER", 0, what, details);
+    }
+
+    private Answers answersOf(long frame, Map<Sender, Answers> all) {
+        Sender sender = frames.remove(frame);
+        if (sender == null) {
             return null;
         }
         answeredAt = System.nanoTime();
-        frames.remove(frame);
         return all.computeIfAbsent(sender, key -> new Answers());
     }
 
     @Override
     public void onClose(Status status, Metadata trailers) {
-        end(status.isOk()
-                ? SeqdedupeException.of("UNREACHABLE", "the sidecar at %s ended the stream", address)
-                : SeqdedupeException.of(status.asRuntimeException(trailers), address));
+        if (status.isOk()) {
+            end(SeqdedupeException.of("UNREACHABLE", "the sidecar at %s ended the stream", address));
+            return;
+        }
+        SeqdedupeException why = SeqdedupeException.ofStream(status.asRuntimeException(trailers), address);
+        // A sidecar accepts a stream before it reads a frame, so a reason without an acceptance refuses the stream.
+        end(why, hasHeaders || isAccepted || why.isOfConnection());
     }
 
     private void end(SeqdedupeException why) {
+        end(why, true);
+    }
+
+    private void end(SeqdedupeException why, boolean mayHaveReadFrames) {
         if (hasEnded) {
             return;
         }
@@ -231,6 +274,6 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
         if (why.isOfConnection() && !senders.isEmpty()) {
             client.forget(channel);
         }
-        List.copyOf(senders).forEach(sender -> sender.lost(why));
+        List.copyOf(senders).forEach(sender -> sender.lost(why, mayHaveReadFrames));
     }
 }

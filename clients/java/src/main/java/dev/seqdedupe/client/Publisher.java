@@ -7,6 +7,7 @@ import java.util.List;
 import java.util.UUID;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ThreadLocalRandom;
+import java.util.concurrent.TimeUnit;
 
 /**
  * Publishes to a topic of deduplication IDs. It is safe for use by several threads. Messages whose calls are in progress
@@ -14,7 +15,8 @@ import java.util.concurrent.ThreadLocalRandom;
  *
  * <p>After a broken connection or a temporary refusal, the publisher sends again. If no receipt arrives within the
  * delivery timeout, the message fails with {@link SeqdedupeException.OutcomeUnknown}; then send it again with the same
- * ID. {@link SeqdedupeException.DataLoss} means that the topic contradicts earlier receipts; it ends the publisher.
+ * ID. If a message may have been stored, a final error is the cause of an OUTCOME_UNKNOWN.
+ * {@link SeqdedupeException.DataLoss} means that the topic contradicts earlier receipts; it ends the publisher.
  */
 public final class Publisher implements AutoCloseable {
     private static final int MAX_ID_BYTES = 255;
@@ -23,18 +25,20 @@ public final class Publisher implements AutoCloseable {
     private final Client client;
     private final InFlight inFlight = new InFlight(Integer.MAX_VALUE, MAX_PENDING_BYTES);
     private final PublisherSession session;
+    private boolean isClosed; // inFlight is its lock
 
     private Publisher(Builder b) {
         client = b.client;
         session = new PublisherSession(client, b.topic, inFlight);
-        client.execute(() -> session.start(true, b.deliveryTimeout.toMillis()));
+        long deliveryTimeoutMs = b.deliveryTimeoutMs;
+        client.execute(() -> session.start(true, deliveryTimeoutMs));
     }
 
     /** Configures and opens a {@link Publisher}. */
     public static final class Builder {
         private final Client client;
         private final String topic;
-        private Duration deliveryTimeout = Producer.DELIVERY_TIMEOUT;
+        private long deliveryTimeoutMs = Producer.DELIVERY_TIMEOUT_MS;
 
         Builder(Client client, String topic) {
             this.client = client;
@@ -43,7 +47,7 @@ public final class Publisher implements AutoCloseable {
 
         /** Sets the time after which a message without a receipt fails; default two minutes. Zero means no limit. */
         public Builder deliveryTimeout(Duration time) {
-            deliveryTimeout = time;
+            deliveryTimeoutMs = Producer.Builder.checked("deliveryTimeout", time, TimeUnit.MILLISECONDS);
             return this;
         }
 
@@ -99,16 +103,32 @@ public final class Publisher implements AutoCloseable {
         synchronized (inFlight) {
             inFlight.awaitRoom(client);
             entry.seal(inFlight);
+            session.queue(entry);
         }
-        client.execute(() -> session.add(entry));
         return entry;
     }
 
-    /** Ends the publisher. Messages without a receipt fail with OUTCOME_UNKNOWN: wait for the receipts first. */
+    /** Waits until all earlier messages have receipts. Throws the failure of a message. */
+    public void flush() {
+        client.checkMayWait();
+        client.await(session.flushed());
+    }
+
+    /**
+     * Flushes for at most 30 seconds, and ends the publisher. Then messages without a receipt fail with OUTCOME_UNKNOWN.
+     * Throws the failure of a message.
+     */
     @Override
     public void close() {
-        inFlight.end(SeqdedupeException.of("INVALID_REQUEST", "the publisher was closed: nothing was sent"));
-        client.execute(() -> session.abort("the publisher was closed"));
+        client.checkMayWait();
+        synchronized (inFlight) {
+            if (isClosed) {
+                return;
+            }
+            isClosed = true;
+            inFlight.end(SeqdedupeException.of("INVALID_REQUEST", "the publisher was closed: nothing was sent"));
+        }
+        session.flushAndEnd("the publisher was closed");
     }
 
     /** Returns a UUID of version 7: the time in milliseconds, then random bits. */

@@ -16,6 +16,7 @@ import java.util.Set;
 import java.util.TreeMap;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
+import java.util.stream.Stream;
 
 /**
  * The batches of a publisher that wait for receipts, on the client's event loop. It has no session with the sidecar. It
@@ -44,6 +45,7 @@ final class PublisherSession extends Sender {
         this.inFlight = inFlight;
     }
 
+    @Override
     void add(Entry entry) {
         if (failure != null) {
             entry.end(failure);
@@ -52,6 +54,14 @@ final class PublisherSession extends Sender {
         entry.queuedAt = System.nanoTime();
         ready.add(entry);
         wake();
+    }
+
+    @Override
+    CompletableFuture<Void> settled() {
+        return failure != null
+                ? CompletableFuture.failedFuture(failure)
+                : CompletableFuture.allOf(Stream.concat(out.values().stream(), ready.stream())
+                        .map(entry -> entry.done).toArray(CompletableFuture[]::new));
     }
 
     @Override
@@ -84,6 +94,7 @@ final class PublisherSession extends Sender {
         }
         long number = Entry.FRAME_NUMBERS.incrementAndGet();
         out.put(number, entry);
+        entry.openFrames++;
         return Frame.newBuilder().setNumber(number).setBatch(entry.batch).build();
     }
 
@@ -114,8 +125,12 @@ final class PublisherSession extends Sender {
         for (Refusal refusal : refusals) {
             SeqdedupeException why = SeqdedupeException.of(refusal);
             Entry entry = out.remove(refusal.getFrame());
+            entry.openFrames--;
+            if (entry.isSettled()) {
+                continue; // given up meanwhile
+            }
             if (!why.isTemporary()) {
-                entry.end(why);
+                entry.giveUp(why);
             } else if (Route.passes(why)) {
                 again(entry, 0);
                 elsewhere = why;
@@ -187,8 +202,11 @@ final class PublisherSession extends Sender {
     }
 
     @Override
-    void streamEnded() {
+    void streamEnded(boolean wasAccepted) {
         List<Entry> unanswered = new ArrayList<>(out.values());
+        if (!wasAccepted) {
+            unanswered.forEach(entry -> entry.openFrames--);
+        }
         Collections.reverse(unanswered);
         unanswered.forEach(ready::addFirst);
         out.clear();
@@ -211,7 +229,7 @@ final class PublisherSession extends Sender {
         all.addAll(ready);
         out.clear();
         ready.clear();
-        all.stream().filter(entry -> !entry.isSettled()).forEach(entry -> entry.end(why));
+        all.stream().filter(entry -> !entry.isSettled()).forEach(entry -> entry.giveUp(why));
     }
 
     @Override
@@ -229,8 +247,9 @@ final class PublisherSession extends Sender {
     }
 
     @Override
-    void abort(String what) {
+    SeqdedupeException abort(String what) {
         fail(SeqdedupeException.of("OUTCOME_UNKNOWN", "%s", what), true);
         end();
+        return failure;
     }
 }

@@ -48,7 +48,8 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
 
     private final Client client;
     private final String topic;
-    private final Builder config;
+    private final Cursor cursor; // null: none
+    private final boolean startsAtLatest;
     private final Route route;
     private final Backoff backoff = new Backoff();
     private final boolean stopsAtEnd;
@@ -71,7 +72,8 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
     private Reader(Builder b) {
         client = b.client;
         topic = b.topic;
-        config = b;
+        cursor = b.cursor;
+        startsAtLatest = b.startsAtLatest;
         route = new Route(client.sidecars, topic);
         stopsAtEnd = b.stopIndex == UNKNOWN && !b.follows;
         stopIndex = b.stopIndex;
@@ -130,7 +132,7 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
             return this;
         }
 
-        /** Starts after the position of a cursor, if it has one. {@link Reader#savePosition()} moves the cursor. */
+        /** Starts after the position of a cursor, if it has one; otherwise at the other start. {@link Reader#savePosition()} moves the cursor. */
         public Builder cursor(Cursor newCursor) {
             cursor = newCursor;
             return this;
@@ -147,6 +149,10 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
         public Reader open() {
             if (follows && stopIndex != UNKNOWN) {
                 throw SeqdedupeException.of("INVALID_REQUEST", "a reader that follows has no stop index");
+            }
+            if ((after != null ? 1 : 0) + (startIndex != UNKNOWN ? 1 : 0) + (startsAtLatest ? 1 : 0) > 1) {
+                throw SeqdedupeException.of("INVALID_REQUEST", "a reader starts after a position, at an index or at the end, "
+                        + "but two of these were given");
             }
             return new Reader(this);
         }
@@ -187,13 +193,13 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
      * call it again.
      */
     public void savePosition() {
-        if (config.cursor == null) {
+        if (cursor == null) {
             throw SeqdedupeException.of("INVALID_REQUEST", "this reader of %s has no cursor", topic);
         }
         while (position != null && knowsCursor && (kept == null || !kept.position().equals(position))) {
             Cursor.Value moved = new Cursor.Value(position, "");
             try {
-                config.cursor.compareAndSet(kept, moved);
+                cursor.compareAndSet(kept, moved);
                 kept = moved;
                 inDoubt.clear();
             } catch (SeqdedupeException e) {
@@ -203,7 +209,7 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
                 if (!e.is("CURSOR_MOVED") || inDoubt.isEmpty()) {
                     throw e;
                 }
-                Cursor.Value found = config.cursor.read().orElse(null);
+                Cursor.Value found = cursor.read().orElse(null);
                 if (!inDoubt.contains(found)) {
                     throw e;
                 }
@@ -239,7 +245,7 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
         client.checkMayWait();
         try {
             if (!knowsCursor) {
-                kept = config.cursor.read().orElse(null);
+                kept = cursor.read().orElse(null);
                 if (kept != null) {
                     readOnAfter(kept.position());
                     position = after;
@@ -298,6 +304,9 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
 
     /** Begins to read at the next index. Returns false if there is nothing to read. */
     private boolean connect() throws InterruptedException {
+        if (incarnation != 0 && isAtStop()) {
+            return false;
+        }
         channel = client.newChannel(route.address());
         if (isClosed) {
             disconnect();
@@ -308,6 +317,7 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
             lookAtEnds();
         }
         if (isAtStop()) {
+            disconnect();
             return false;
         }
         ReadStart.Builder start = ReadStart.newBuilder();
@@ -340,7 +350,7 @@ public final class Reader implements Iterable<ReceivedMessage>, AutoCloseable {
         hasBegun = true;
         Position last = Position.of(answer.getLast());
         checkIncarnation(last.incarnation());
-        if (config.startsAtLatest && after == null) {
+        if (startsAtLatest && after == null) {
             readOnAfter(last);
             position = last;
         }

@@ -81,10 +81,20 @@ final class SendQueue {
         lastQueued = entry.ids.get(entry.rows - 1);
     }
 
-    /** Handles an answer to Open. Frames of the old stream are no longer in flight. Throws DATA_LOSS, FENCED. */
-    void open(OpenResponse answer) {
+    /** The sidecar has not accepted the stream, so no frame in flight has stored anything. */
+    void nothingArrived() {
+        unanswered.values().forEach(entry -> entry.openFrames--);
+        unanswered.clear();
+    }
+
+    /**
+     * Handles an answer to Open. Frames of the old stream are no longer in flight. Returns whether the topic has forgotten
+     * messages of this producer. Throws DATA_LOSS, FENCED.
+     */
+    boolean open(OpenResponse answer) {
         long persisted = answer.getPersisted(0);
-        if (answer.getForgottenCount() > 0 && Math.max(opened, highestReceipt) > persisted) {
+        boolean hasForgotten = answer.getForgottenCount() > 0 && Math.max(opened, highestReceipt) > persisted;
+        if (hasForgotten) {
             opened = persisted;
             highestReceipt = -1;
             lastQueued = -1;
@@ -100,6 +110,7 @@ final class SendQueue {
         opened = persisted;
         unanswered.clear();
         rewind();
+        return hasForgotten;
     }
 
     private void checkResumed(long newIncarnation, long newTerm, long persisted) {
@@ -134,6 +145,7 @@ final class SendQueue {
             }
             long number = Entry.FRAME_NUMBERS.incrementAndGet();
             unanswered.put(number, entry);
+            entry.openFrames++;
             highestSent = Math.max(highestSent, entry.ids.get(entry.rows - 1));
             return Frame.newBuilder().setNumber(number).setBatch(entry.batch.toBuilder()
                     .addProducerNameOffsets(0).addProducerNameOffsets(name.size()).setProducerNames(name)
@@ -193,6 +205,7 @@ final class SendQueue {
         if (entry == null) {
             return;
         }
+        entry.openFrames--;
         if (!refusal.isTemporary()) {
             fail(refusal, entry);
             return;
@@ -208,8 +221,16 @@ final class SendQueue {
     void fail(SeqdedupeException why, Entry first) {
         failure = failure == null ? why : failure;
         inFlight.end(failure);
+        // If no frame has stored the first batch, none has stored a later one: their links name it.
+        boolean isCertain = first != null && first.openFrames == 0;
         List<Entry> failed = List.copyOf(entries.subList(Math.max(entries.indexOf(first), 0), entries.size()));
-        failed.stream().filter(entry -> !entry.isSettled()).forEach(entry -> entry.end(why));
+        for (Entry entry : failed) {
+            if (!entry.isSettled() && isCertain) {
+                entry.end(why);
+            } else if (!entry.isSettled()) {
+                entry.giveUp(why);
+            }
+        }
         unanswered.values().removeIf(Entry::isSettled);
         release();
     }

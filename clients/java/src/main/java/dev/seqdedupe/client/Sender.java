@@ -8,13 +8,15 @@ import io.seqdedupe.v1.Refusal;
 import java.util.List;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.TimeoutException;
 
 /**
  * What sends over a publish stream: it connects, again and again, until it ends. All methods run on the client's event
- * loop, so nothing here needs a lock.
+ * loop, except those that say otherwise. So nothing here needs a lock.
  */
 abstract class Sender implements AutoCloseable {
     private static final long LONGEST_TICK_MS = 1000;
+    private static final long CLOSE_TIMEOUT_MS = 30_000;
 
     final Client client;
     final String topic;
@@ -51,14 +53,14 @@ abstract class Sender implements AutoCloseable {
     /** Returns the next frame to send now, or null. */
     abstract Frame nextFrame();
 
-    /** Whether an answer counts. Otherwise its frames still wait for their answers. */
+    /** Whether an answer counts. Otherwise its frames are sent again. */
     abstract boolean accepts(PublishStreamResponse answer);
 
     /** Handles the answers to its frames. If it throws an error, only this sender leaves the stream. */
     abstract void take(PublishStreamResponse answer, List<Receipt> receipts, List<Refusal> refusals);
 
-    /** The frames in flight will get no answer. */
-    abstract void streamEnded();
+    /** The frames in flight will get no answer. If the sidecar has not accepted the stream, they have stored nothing. */
+    abstract void streamEnded(boolean wasAccepted);
 
     /** Returns the error for the caller, instead of an error that no other attempt cures. Null: connect again. */
     abstract SeqdedupeException converted(SeqdedupeException e);
@@ -69,13 +71,62 @@ abstract class Sender implements AutoCloseable {
     /** Gives up what was queued before this time, by the system's nanoseconds. */
     abstract void expire(long before);
 
-    /** Ends the sender without waiting. */
-    abstract void abort(String what);
+    /** Ends the sender. Returns the error with which it has ended. */
+    abstract SeqdedupeException abort(String what);
+
+    /** Queues a sealed batch. */
+    abstract void add(Entry entry);
+
+    /** Returns a future of the receipts of all batches so far. */
+    abstract CompletableFuture<Void> settled();
 
     @Override
     public void close() {
         end();
     }
+
+    // -- For any thread.
+
+    /** Hands a sealed batch to the event loop. If the client was closed, the batch fails, and this method throws. */
+    final void queue(Entry entry) {
+        try {
+            client.execute(() -> add(entry));
+        } catch (SeqdedupeException e) {
+            entry.end(e);
+            throw e;
+        }
+    }
+
+    /** Returns a future that is done when all batches queued so far have receipts. */
+    final CompletableFuture<Void> flushed() {
+        // In a later task of the event loop, the futures that depend on the batches are complete too.
+        return CompletableFuture.supplyAsync(this::settled, client::execute).thenCompose(settled -> settled)
+                .whenCompleteAsync((nothing, failure) -> {}, client::execute);
+    }
+
+    /** Waits for at most 30 seconds for the receipts, and ends the sender. Throws the failure of a message. */
+    final void flushAndEnd(String what) {
+        CompletableFuture<Void> flushed = flushed().orTimeout(CLOSE_TIMEOUT_MS, TimeUnit.MILLISECONDS);
+        CompletableFuture<Void> ended = flushed.handle((nothing, failure) -> failure).thenAcceptAsync(failure -> {
+            SeqdedupeException late = abort(what);
+            if (failure != null) {
+                boolean isLate = failure instanceof TimeoutException || failure.getCause() instanceof TimeoutException;
+                throw isLate ? late : SeqdedupeException.of(failure, topic);
+            }
+        }, client::execute);
+        client.await(ended);
+    }
+
+    /** Ends the sender without waiting. */
+    final void abandon(String what) {
+        try {
+            client.execute(() -> abort(what));
+        } catch (SeqdedupeException e) {
+            // the end of the client has ended the sender
+        }
+    }
+
+    // -- On the event loop.
 
     final void start(boolean rests, long deliveryTimeoutMs) {
         isResting = rests;
@@ -117,27 +168,36 @@ abstract class Sender implements AutoCloseable {
             return;
         }
         String address = route.address();
-        open(address).whenComplete((opened, failure) -> {
-            try {
-                if (failure != null) {
-                    lost(SeqdedupeException.of(failure, address));
-                } else if (!hasEnded) {
-                    stream = client.join(address, this);
-                    stream.ready(this);
+        try {
+            open(address).whenComplete((opened, failure) -> {
+                try {
+                    if (failure != null) {
+                        lost(SeqdedupeException.of(failure, address));
+                    } else if (!hasEnded) {
+                        stream = client.join(address, this);
+                        stream.ready(this);
+                    }
+                } catch (RuntimeException e) {
+                    lost(SeqdedupeException.of(e, address));
                 }
-            } catch (SeqdedupeException e) {
-                lost(e);
-            }
-        });
+            });
+        } catch (RuntimeException e) {
+            lost(SeqdedupeException.of(e, address));
+        }
     }
 
     /** Handles the end of an attempt or of a stream. */
     final void lost(SeqdedupeException why) {
+        lost(why, true);
+    }
+
+    /** Handles the end of an attempt, or of a stream that the sidecar may have refused. */
+    final void lost(SeqdedupeException why, boolean wasAccepted) {
         stream = null;
         if (hasEnded) {
             return;
         }
-        streamEnded();
+        streamEnded(wasAccepted);
         isInTrouble = true;
         SeqdedupeException e = route.doubted(why);
         if (!e.isTemporary()) {

@@ -5,6 +5,8 @@ import com.google.protobuf.InvalidProtocolBufferException;
 import com.google.rpc.ErrorInfo;
 import com.google.rpc.RetryInfo;
 import com.google.rpc.Status;
+import io.grpc.StatusException;
+import io.grpc.StatusRuntimeException;
 import io.grpc.protobuf.StatusProto;
 import io.seqdedupe.v1.ProducerRefusal;
 import io.seqdedupe.v1.Refusal;
@@ -238,15 +240,26 @@ public class SeqdedupeException extends RuntimeException {
         return of(refusal.getReason(), refusal.getRetryDelayMs(), refusal.getMessage(), details);
     }
 
-    /** Converts the failure of a call to this address. */
+    /** Converts the failure of a call to this address. A failure that no call has is a defect: INTERNAL. */
     static SeqdedupeException of(Throwable failure, String address) {
         for (Throwable t = failure; t != null; t = t.getCause()) {
             if (t instanceof SeqdedupeException own) {
                 return own;
             }
         }
+        if (!hasCause(failure, StatusRuntimeException.class) && !hasCause(failure, StatusException.class)) {
+            return of("INTERNAL", "a defect in the client: %s", failure).because(failure);
+        }
         SeqdedupeException said = ofSidecar(failure);
         return said != null ? said : ofGrpc(io.grpc.Status.fromThrowable(failure), address).because(failure);
+    }
+
+    /** Converts the end of a stream. A status without a sidecar's reason is never final. */
+    static SeqdedupeException ofStream(StatusRuntimeException failure, String address) {
+        SeqdedupeException e = of(failure, address);
+        return e.is("MESSAGE_TOO_LARGE") && ofSidecar(failure) == null
+                ? of("OUTCOME_UNKNOWN", "the stream to %s broke: %s", address, e.getMessage()).because(failure)
+                : e;
     }
 
     private static SeqdedupeException ofSidecar(Throwable failure) {

@@ -106,7 +106,13 @@ public final class ConformanceProgram {
                 send(c, known.get(on));
                 return null;
             }
-            case "flush" -> ((Producer) known.get(on)).flush();
+            case "flush" -> {
+                if (known.get(on) instanceof Publisher publisher) {
+                    publisher.flush();
+                } else {
+                    ((Producer) known.get(on)).flush();
+                }
+            }
             case "close" -> known.remove(on).close();
             case "open_reader" -> known.put(on, reader(c));
             case "read" -> ok = read((Reader) known.get(on), number(c, "count"));

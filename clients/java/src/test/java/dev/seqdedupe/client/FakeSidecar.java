@@ -33,6 +33,7 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
     enum Point { BEFORE_STORE, AFTER_STORE, AFTER_RECEIPT }
 
     static final long INCARNATION = 5;
+    static final long TERM = 2;
 
     final List<Long> log = new ArrayList<>();
     final List<List<Long>> openedWith = new ArrayList<>(); // the epochs of each Open
@@ -45,6 +46,10 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
     int breaksEvery; // frames; 0: never
     int unknowns; // the next frames are answered UNKNOWN
     int refusals; // the next frames are refused with RECOVERING
+    int lowTerms; // the next frames are answered with a lower term
+    boolean forgets; // the next resume says that the topic has forgotten the name
+    io.grpc.StatusRuntimeException streamRefusal; // of all streams
+    long pauseMs; // before the receipt of messages with deduplication IDs
     private final Server server;
     private final Set<Long> numbers = new HashSet<>();
     private final Set<Long> sentIds = new HashSet<>();
@@ -58,6 +63,14 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
 
     String address() {
         return "127.0.0.1:" + server.getPort();
+    }
+
+    synchronized int opens() {
+        return openedWith.size();
+    }
+
+    synchronized int sentFrames() {
+        return numbers.size();
     }
 
     @Override
@@ -87,13 +100,32 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
             wrong.add("a resume with the epochs " + request.getEpochsList());
         }
         epoch = (1L << 32) + openedWith.size();
-        answer.onNext(OpenResponse.newBuilder().setIncarnation(INCARNATION).setTerm(1).addEpochs(epoch)
+        OpenResponse.Builder opened = OpenResponse.newBuilder();
+        if (forgets && request.getEpochsCount() > 0) {
+            opened.addForgotten(0);
+            persisted = -1;
+            sentIds.clear();
+        }
+        answer.onNext(opened.setIncarnation(INCARNATION).setTerm(TERM).addEpochs(epoch)
                 .addPersisted(persisted).addPersistedIndexes(-1).addPersistedMessageIds(MessageId.getDefaultInstance()).build());
         answer.onCompleted();
     }
 
     @Override
     public StreamObserver<PublishStreamRequest> publishStream(StreamObserver<PublishStreamResponse> out) {
+        if (streamRefusal != null) {
+            out.onError(streamRefusal);
+            return new StreamObserver<>() {
+                @Override
+                public void onNext(PublishStreamRequest request) {}
+
+                @Override
+                public void onError(Throwable failure) {}
+
+                @Override
+                public void onCompleted() {}
+            };
+        }
         out.onNext(PublishStreamResponse.getDefaultInstance());
         return new StreamObserver<>() {
             private boolean hasEnded;
@@ -123,12 +155,16 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
 
     /** Returns whether the stream has ended. */
     private boolean take(Frame frame, StreamObserver<PublishStreamResponse> out) {
+        if (frame.getBatch().getDeduplicationIdOffsetsCount() > 0) {
+            return takeIds(frame, out);
+        }
         judge(frame);
         boolean breaks = breaksEvery > 0 && ++frames % breaksEvery == 0;
         if (breaks && breaksAt == Point.BEFORE_STORE) {
             return end(out);
         }
-        PublishStreamResponse.Builder answer = PublishStreamResponse.newBuilder().setIncarnation(INCARNATION).setTerm(1);
+        PublishStreamResponse.Builder answer = PublishStreamResponse.newBuilder().setIncarnation(INCARNATION)
+                .setTerm(lowTerms-- > 0 ? TERM - 1 : TERM);
         Receipt.Builder receipt = Receipt.newBuilder().setFrame(frame.getNumber()).setFirstIndex(-1);
         long link = frame.getBatch().getPreviousSequenceIds(0);
         if (refusals > 0 || link > persisted) {
@@ -160,6 +196,22 @@ final class FakeSidecar extends PublishServiceGrpc.PublishServiceImplBase implem
         }
         out.onNext(answer.addReceipts(receipt).setDurableIndex(log.size()).build());
         return breaks && end(out);
+    }
+
+    private boolean takeIds(Frame frame, StreamObserver<PublishStreamResponse> out) {
+        try {
+            Thread.sleep(pauseMs);
+        } catch (InterruptedException e) {
+            return end(out);
+        }
+        long first = log.size();
+        for (int row = 1; row < frame.getBatch().getDeduplicationIdOffsetsCount(); row++) {
+            log.add(-1L);
+        }
+        out.onNext(PublishStreamResponse.newBuilder().setIncarnation(INCARNATION).setTerm(TERM).setDurableIndex(log.size())
+                .addReceipts(Receipt.newBuilder().setFrame(frame.getNumber()).setFirstIndex(first).setFirstMessageId(
+                        MessageId.newBuilder().setLedgerId(INCARNATION).setEntryId(first).setBatchIndex(-1))).build());
+        return false;
     }
 
     private void judge(Frame frame) {
