@@ -554,9 +554,12 @@ func (c *Client) open(ctx context.Context, address string, request *pb.OpenReque
 }
 
 // nextFrame is for the stream.
-func (p *Producer) nextFrame() (*pb.Frame, int) {
+func (p *Producer) nextFrame(s *seat) (*pb.Frame, int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s { // the frame would get no answer
+		return nil, 0
+	}
 	if p.queue.waiting == 0 {
 		p.seal() // nothing is in flight: waiting for more messages would only delay these
 	}
@@ -564,9 +567,12 @@ func (p *Producer) nextFrame() (*pb.Frame, int) {
 }
 
 // take is for the stream.
-func (p *Producer) take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
+func (p *Producer) take(s *seat, answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s {
+		return nil
+	}
 	q := &p.queue
 	if answer.Incarnation != q.incarnation {
 		return errorf("DATA_LOSS", "the topic was recreated: its incarnation is %d, and was %d before",

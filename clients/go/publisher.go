@@ -328,9 +328,12 @@ func (p *Publisher) after(err error) (bool, time.Duration) {
 }
 
 // nextFrame is for the stream.
-func (p *Publisher) nextFrame() (*pb.Frame, int) {
+func (p *Publisher) nextFrame(s *seat) (*pb.Frame, int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s { // the frame would get no answer
+		return nil, 0
+	}
 	for p.resends == nil && len(p.ready) > 0 {
 		one := p.ready[0]
 		p.ready = p.ready[1:]
@@ -345,9 +348,12 @@ func (p *Publisher) nextFrame() (*pb.Frame, int) {
 }
 
 // take is for the stream.
-func (p *Publisher) take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
+func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s {
+		return nil
+	}
 	p.answers = true
 	if len(receipts) > 0 {
 		if e := p.check(answer, receipts); e != nil {
