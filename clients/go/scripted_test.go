@@ -146,6 +146,7 @@ func TestEveryWayInWhichAStreamBreaksIsResent(t *testing.T) {
 		nil, // OK
 		status.Error(codes.Canceled, ""), status.Error(codes.DeadlineExceeded, ""), status.Error(codes.Internal, ""),
 		status.Error(codes.Unknown, ""), status.Error(codes.Unavailable, ""), status.Error(codes.PermissionDenied, ""),
+		status.Error(codes.ResourceExhausted, "trying to send message larger than max (2 vs. 1)"),
 		withDetails(codes.Unavailable, "STREAM_IDLE", time.Millisecond), withDetails(codes.Unauthenticated, "TOKEN_EXPIRED", 0),
 	} {
 		for answered := range 3 { // how many of two frames have their receipts, and how many are stored

@@ -29,7 +29,9 @@ func TestASeatThatTheSenderHasLeftGetsNothing(t *testing.T) {
 
 	producer := openProducer(t, c, "t", "p", oneByOne)
 	stream := <-s.streams
-	s.open = func(*pb.OpenRequest) (*pb.OpenResponse, error) { return nil, withDetails(codes.Unavailable, "RECOVERING", 0) }
+	s.open = func(*pb.OpenRequest) (*pb.OpenResponse, error) {
+		return nil, withDetails(codes.Unavailable, "RECOVERING", 0)
+	}
 	send(t, producer, 0, "a")
 	s.frames(stream, 0)
 	s.ends <- nil
