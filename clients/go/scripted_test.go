@@ -406,3 +406,47 @@ func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 		})
 	}
 }
+
+func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
+	for _, isAnswered := range []bool{false, true} {
+		s := newScript(t)
+		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+		defer p.Close()
+		answers := make(chan error, 1)
+		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		stream := <-s.streams
+		m := first(stream.Recv())
+		if isAnswered { // the control: the sidecar has not taken the frame
+			stream.Send(refusal(m.Frames[0], "NOT_ALLOWED", -time.Millisecond))
+		} else {
+			s.ends <- status.Error(codes.Unavailable, "")
+			<-s.streams
+			s.ends <- withDetails(codes.Unauthenticated, "UNAUTHENTICATED", -1)
+		}
+		err := <-answers
+		if (reasonOf(err) == "OUTCOME_UNKNOWN") == isAnswered || !errors.Is(err, ErrAccessDenied) {
+			t.Error(isAnswered, err)
+		}
+	}
+}
+
+func TestAPublisherWaitsAsTheEndOfTheStreamAsks(t *testing.T) {
+	s := newScript(t)
+	p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+	defer p.Close()
+	answers := make(chan error, 1)
+	go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+	stream := <-s.streams
+	first(stream.Recv())
+	const delay = 300 * time.Millisecond
+	began := time.Now()
+	s.ends <- withDetails(codes.Unavailable, "STREAM_IDLE", delay)
+	stream = <-s.streams
+	if time.Since(began) < delay {
+		t.Error("it did not wait")
+	}
+	stream.Send(receiptsOf(0, first(stream.Recv()).Frames...))
+	if err := <-answers; err != nil {
+		t.Error(err)
+	}
+}
