@@ -59,6 +59,7 @@ func (o *ProducerOptions) setDefaults() error {
 			return errorf("INVALID_REQUEST", "%s is %d: it should be 1 to %d", one.name, *one.value, one.atMost)
 		}
 	}
+	o.MaxBatchBytes = min(o.MaxBatchBytes, maxBatchBytes-batchOverheadBytes)
 	if o.Linger == 0 {
 		o.Linger = time.Millisecond
 	}

@@ -39,7 +39,7 @@ func newScript(t *testing.T) *script {
 		streams: make(chan pb.PublishService_PublishStreamServer),
 	}
 	s.persisted(-1)
-	server := grpc.NewServer()
+	server := grpc.NewServer(grpc.MaxRecvMsgSize(2 * maxBatchBytes))
 	pb.RegisterPublishServiceServer(server, s)
 	go server.Serve(listener)
 	t.Cleanup(server.Stop)

@@ -108,10 +108,17 @@ func (s *seat) wait(ctx context.Context) error {
 	case err := <-s.left:
 		return err
 	case <-s.stream.done:
-		return s.stream.err
 	case <-ctx.Done():
+	}
+	select {
+	case err := <-s.left: // the sender's own error says more
+		return err
+	default:
+	}
+	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	return s.stream.err
 }
 
 // leave gives the seat up. Without senders, the stream ends.

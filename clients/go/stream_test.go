@@ -1,9 +1,16 @@
 package seqdedupe
 
 import (
+	"context"
+	"errors"
+	"net"
 	"testing"
+	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	pb "seqdedupe.dev/go/internal/seqdedupev1"
 )
@@ -48,5 +55,102 @@ func TestASeatThatTheSenderHasLeftGetsNothing(t *testing.T) {
 	}
 	if err := producer.take(old, answer, answer.Receipts, nil); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestTheErrorOfASenderComesBeforeThatOfItsStream(t *testing.T) {
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	for range 50 {
+		s := &seat{stream: &stream{done: make(chan struct{}), err: errorf("UNREACHABLE", "")}, left: make(chan error, 1)}
+		close(s.stream.done)
+		s.left <- errorf("DATA_LOSS", "")
+		if err := s.wait(ended); reasonOf(err) != "DATA_LOSS" {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestABatchIsNeverLargerThanTheSidecarTakes(t *testing.T) {
+	s := newScript(t)
+	p := openProducer(t, newTestClient(t, s.address), "t", "p", ProducerOptions{MaxBatchBytes: maxBatchBytes})
+	stream := <-s.streams
+	send(t, p, 0, "a") // while it is in flight, batches fill up
+	frames := s.frames(stream, 0)
+	p.mu.Lock()
+	p.options.Linger = time.Hour
+	p.mu.Unlock()
+	half := Message{Payload: make([]byte, maxBatchBytes/2-rowOverheadBytes)}
+	first(p.Send(t.Context(), 1, half))
+	first(p.Send(t.Context(), 2, half))
+	go p.Flush(t.Context())
+	stream.Send(receiptsOf(0, frames...))
+	for _, frame := range s.frames(stream, 1, 2) {
+		if size := proto.Size(frame.Batch); size > maxBatchBytes-batchOverheadBytes {
+			t.Error(size)
+		}
+	}
+}
+
+type readScript struct {
+	pb.UnimplementedReadServiceServer
+	end chan error
+}
+
+func (readScript) GetLastMessageId(context.Context, *pb.GetLastMessageIdRequest) (*pb.GetLastMessageIdResponse, error) {
+	return &pb.GetLastMessageIdResponse{Last: &pb.Position{Incarnation: incarnation, Index: 9}}, nil
+}
+
+func (s readScript) ReadStream(_ *pb.ReadStreamRequest, stream pb.ReadService_ReadStreamServer) error {
+	return <-s.end // without metadata
+}
+
+// newReadScript returns a reader of a server that ends each stream as the test says.
+func newReadScript(t *testing.T) (*Reader, readScript) {
+	s := readScript{end: make(chan error)}
+	listener := first(net.Listen("tcp", "127.0.0.1:0"))
+	server := grpc.NewServer()
+	pb.RegisterReadServiceServer(server, s)
+	go server.Serve(listener)
+	t.Cleanup(server.Stop)
+	r := first(newTestClient(t, listener.Addr().String()).NewReader("t", ReaderOptions{Follow: true, Start: AtIndex(3)}))
+	t.Cleanup(func() { r.Close() })
+	r.incarnation = incarnation // known: it does not look at the ends
+	return r, s
+}
+
+func TestAFailedStreamWithoutMetadataIsNotAccepted(t *testing.T) {
+	r, s := newReadScript(t)
+	go func() { s.end <- withDetails(codes.NotFound, "TOPIC_NOT_FOUND", -1) }()
+	if _, err := r.Next(t.Context()); reasonOf(err) != "TOPIC_NOT_FOUND" || r.hasAnswered {
+		t.Error(err, r.hasAnswered)
+	}
+}
+
+func TestAReaderKeepsNoStreamThatHasFailed(t *testing.T) {
+	r, _ := newReadScript(t)
+	ended, cancel := context.WithCancel(t.Context())
+	cancel()
+	kept, failed := 0, 0
+	for range 100 { // either is selected at random
+		r.conn, r.cancel = first(r.client.dial(r.route.address)), func() {}
+		r.answers = make(chan readAnswer, 1)
+		r.answers <- readAnswer{err: status.Error(codes.Unavailable, "")}
+		_, err := r.Next(ended)
+		if !errors.Is(err, context.Canceled) {
+			t.Fatal(err)
+		}
+		switch {
+		case r.answers == nil:
+			failed++
+		case len(r.answers) == 1:
+			kept++
+		default:
+			t.Fatal("the error of the stream was lost")
+		}
+		r.disconnect()
+	}
+	if kept == 0 || failed == 0 {
+		t.Error(kept, failed)
 	}
 }
