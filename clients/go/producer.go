@@ -486,7 +486,9 @@ func (p *Producer) connect() error {
 	p.mu.Unlock()
 	answer, e := p.client.open(p.ctx, address, request)
 	p.mu.Lock()
+	isForgotten := false
 	if e == nil {
+		isForgotten = p.queue.isForgottenBy(answer)
 		e = p.opened(address, answer)
 	} else if d := p.route.doubted(e); isResume && d == e && (e.Reason == "INVALID_EPOCH" || e.Reason == "TOPIC_NOT_FOUND") {
 		e = errorf("DATA_LOSS", "the sidecar does not know the session that it has opened: %s", e.Message).with(e)
@@ -494,6 +496,11 @@ func (p *Producer) connect() error {
 	p.mu.Unlock()
 	if e != nil {
 		return e
+	}
+	if isForgotten { // without the lock: the handler may publish, too
+		p.client.logger.Warn("The topic has forgotten the producer, which was unused for longer than its policy allows. "+
+			"The producer continues as a new one: what it sends again is stored again.",
+			"topic", p.topic, "producer", p.name, "persisted", answer.Persisted[0])
 	}
 	if !isResume {
 		close(p.started)

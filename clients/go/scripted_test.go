@@ -1,10 +1,13 @@
 package seqdedupe
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -269,7 +272,9 @@ func TestAResumeThatShowsALossEndsTheProducer(t *testing.T) {
 
 func TestAForgottenNameGoesOnAsNew(t *testing.T) {
 	s := newScript(t)
-	p := openProducer(t, newTestClient(t, s.address), "t", "p", oneByOne)
+	c, warned := newTestClient(t, s.address), new(bytes.Buffer)
+	c.logger = slog.New(slog.NewTextHandler(warned, nil))
+	p := openProducer(t, c, "t", "p", oneByOne)
 	stream := <-s.streams
 	r := send(t, p, 5, "a")
 	stream.Send(receiptsOf(0, s.frames(stream, 5)...))
@@ -287,8 +292,13 @@ func TestAForgottenNameGoesOnAsNew(t *testing.T) {
 	if frames[0].Batch.PreviousSequenceIds[0] != -1 || s.opens.Load() != 2 {
 		t.Error(frames[0].Batch.PreviousSequenceIds, s.opens.Load())
 	}
-	stream.Send(receiptsOf(1, frames...))
+	s.ends <- nil // a later resume repeats that it was forgotten
+	stream = <-s.streams
+	stream.Send(receiptsOf(1, s.frames(stream, 6)...))
 	wait(t, r)
+	if text := warned.String(); strings.Count(text, "level=WARN") != 1 || !strings.Contains(text, "producer=p") {
+		t.Error(text)
+	}
 }
 
 func TestSendWaitsForRoom(t *testing.T) {

@@ -154,3 +154,21 @@ func TestAReaderKeepsNoStreamThatHasFailed(t *testing.T) {
 		t.Error(kept, failed)
 	}
 }
+
+func TestConcurrentCallsShareOneConnection(t *testing.T) {
+	c := newTestClient(t, "127.0.0.1:1")
+	connections := make(chan *connection, 20)
+	for range cap(connections) {
+		go func() { connections <- first(c.connection("127.0.0.1:1", true)) }()
+	}
+	for range cap(connections) {
+		conn := <-connections
+		if c.connections[conn.key] != conn {
+			t.Error("a second connection")
+		}
+		defer c.release(conn, nil)
+	}
+	if users := c.connections[connectionKey{"127.0.0.1:1", true}].users; users != cap(connections) {
+		t.Error(users)
+	}
+}
