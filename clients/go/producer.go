@@ -239,8 +239,9 @@ func (p *Producer) SendBatch(ctx context.Context, sequenceIDs []int64, messages 
 	for i := range messages {
 		if sequenceIDs != nil {
 			id = sequenceIDs[i]
-		} else if i > 0 {
-			id = last + 1
+		}
+		if id == NextSequenceID && i > 0 {
+			id = max(p.lastID, last) + 1
 		}
 		next, err := p.nextID(last, id)
 		if err != nil {
@@ -280,8 +281,13 @@ func (p *Producer) Close(ctx context.Context) error {
 	p.isClosed = true
 	p.updateRoom()
 	p.mu.Unlock()
-	if wasClosed {
-		return nil
+	if wasClosed { // another call flushes, and returns the outcome
+		select {
+		case <-p.ended:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
 	err := p.Flush(ctx)
 	p.cancel()
@@ -416,6 +422,7 @@ func (p *Producer) limitDelivery() {
 // run connects again and again, until the producer ends.
 func (p *Producer) run() {
 	defer close(p.ended)
+	defer p.cancel() // also ends limitDelivery
 	for {
 		err := p.connect()
 		if p.ctx.Err() != nil {

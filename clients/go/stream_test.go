@@ -172,3 +172,41 @@ func TestConcurrentCallsShareOneConnection(t *testing.T) {
 		t.Error(users)
 	}
 }
+
+func TestABatchNumbersTheMessagesThatHaveNoID(t *testing.T) {
+	s := newScript(t)
+	s.persisted(4)
+	p := openProducer(t, newTestClient(t, s.address), "t", "p", oneByOne)
+	stream := <-s.streams
+	ids := []int64{NextSequenceID, NextSequenceID, 9, NextSequenceID}
+	if _, err := p.SendBatch(t.Context(), ids, make([]Message, 4)); err != nil {
+		t.Fatal(err)
+	}
+	s.frames(stream, 5, 6, 9, 10)
+}
+
+func TestASecondCloseWaitsToo(t *testing.T) {
+	s := newScript(t)
+	p := openProducer(t, newTestClient(t, s.address), "t", "p", oneByOne)
+	stream := <-s.streams
+	send(t, p, 0, "a")
+	frames := s.frames(stream, 0)
+	closed := make(chan error, 2)
+	go func() { closed <- p.Close(t.Context()) }()
+	eventually(t, "the first call begins", func() bool { p.mu.Lock(); defer p.mu.Unlock(); return p.isClosed })
+	go func() { closed <- p.Close(t.Context()) }()
+	select {
+	case err := <-closed:
+		t.Error("it did not wait", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	stream.Send(receiptsOf(0, frames...))
+	for range 2 {
+		if err := <-closed; err != nil {
+			t.Error(err)
+		}
+	}
+	if p.ctx.Err() == nil {
+		t.Error("limitDelivery goes on")
+	}
+}
