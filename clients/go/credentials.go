@@ -8,7 +8,6 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
-	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -148,8 +147,9 @@ func (c *Credentials) token(ctx context.Context) (string, error) {
 
 func readCredential(path string) ([]byte, error) {
 	info, err := os.Stat(path)
-	if err == nil && (!info.Mode().IsRegular() && info.Mode()&fs.ModeNamedPipe == 0 || info.Size() > maxCredentialFileBytes) {
-		err = errors.New("it is no file of at most 1 MiB")
+	// Each connection reads the file again, which a named pipe does not allow.
+	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxCredentialFileBytes) {
+		err = errors.New("it is no regular file of at most 1 MiB")
 	}
 	if err != nil {
 		return nil, errorf("CREDENTIALS_UNAVAILABLE", "the file %q cannot be read: %v", path, err).with(err)
@@ -178,7 +178,15 @@ func (c *Credentials) tlsConfig() (*tls.Config, error) {
 		}
 	}
 	if c.CertificateFile != "" {
-		certificate, err := tls.LoadX509KeyPair(c.CertificateFile, c.KeyFile)
+		chain, err := readCredential(c.CertificateFile)
+		if err != nil {
+			return nil, err
+		}
+		key, err := readCredential(c.KeyFile)
+		if err != nil {
+			return nil, err
+		}
+		certificate, err := tls.X509KeyPair(chain, key)
 		if err != nil {
 			return nil, errorf("CREDENTIALS_UNAVAILABLE", "the client's certificate cannot be used: %v", err).with(err)
 		}

@@ -168,6 +168,18 @@ while True: c, _ = s.accept(); print(c.recv(9999), flush=True)`
 	}
 }
 
+func TestANamedPipeIsNoCredential(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Skip(err)
+	}
+	for _, c := range []Credentials{{TokenFile: pipe}, {CAFile: pipe}, {CertificateFile: pipe, KeyFile: pipe}} {
+		if err := c.check(); reasonOf(err) != "INVALID_CREDENTIALS" || !strings.Contains(err.Error(), "regular") {
+			t.Error(err)
+		}
+	}
+}
+
 func TestTheUserOfTheSidecarIsLookedUpOnce(t *testing.T) {
 	c := Credentials{Token: "secret", SidecarUser: "daemon"}
 	if err := c.check(); err != nil {
