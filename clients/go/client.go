@@ -3,6 +3,7 @@ package seqdedupe
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"math/rand/v2"
 	"net"
 	"regexp"
@@ -36,6 +37,8 @@ const (
 type ClientOptions struct {
 	// Credentials are shown to all sidecars. Default: [CredentialsFromEnvironment].
 	Credentials *Credentials
+	// Logger receives warnings. Default: [slog.Default].
+	Logger *slog.Logger
 }
 
 // Client is a client of one sidecar, or of several sidecars in front of one log. It is safe for concurrent use.
@@ -45,6 +48,7 @@ type ClientOptions struct {
 type Client struct {
 	sidecars    sidecars
 	credentials Credentials
+	logger      *slog.Logger
 
 	mu          sync.Mutex
 	connections map[connectionKey]*connection
@@ -75,7 +79,11 @@ const maxRemembered = 10_000
 // does not connect. Errors: INVALID_ADDRESS, INVALID_CREDENTIALS.
 func NewClient(address string, options ClientOptions) (*Client, error) {
 	c := &Client{
+		logger:      options.Logger,
 		connections: map[connectionKey]*connection{}, streams: map[streamKey]*stream{}, foundAt: map[string]string{},
+	}
+	if c.logger == nil {
+		c.logger = slog.Default()
 	}
 	var err error
 	if c.sidecars, err = parseSidecars(address); err != nil {
@@ -94,15 +102,19 @@ func NewClient(address string, options ClientOptions) (*Client, error) {
 
 // Close closes the connections. Close producers, publishers and readers first.
 func (c *Client) Close() error {
+	var unused []*connection
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	for _, conn := range c.connections {
 		conn.stale = true
 		if conn.users == 0 {
-			conn.Close()
+			unused = append(unused, conn)
 		}
 	}
 	clear(c.connections)
+	c.mu.Unlock()
+	for _, conn := range unused {
+		conn.Close()
+	}
 	return nil
 }
 
@@ -180,19 +192,32 @@ func (conn *connection) err(err error) *Error {
 
 // connection returns the shared connection to this sidecar. The caller releases it.
 func (c *Client) connection(address string, forStreams bool) (*connection, error) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	key := connectionKey{address, forStreams}
-	conn := c.connections[key]
-	if conn == nil {
-		var err error
-		if conn, err = c.dial(address); err != nil {
-			return nil, err
+	use := func(made *connection) *connection {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		conn := c.connections[key]
+		if conn == nil && made != nil {
+			conn = made
+			c.connections[key] = conn
 		}
-		conn.key = key
-		c.connections[key] = conn
+		if conn != nil {
+			conn.users++
+		}
+		return conn
 	}
-	conn.users++
+	if conn := use(nil); conn != nil {
+		return conn, nil
+	}
+	made, err := c.dial(address) // without the lock, because it reads files
+	if err != nil {
+		return nil, err
+	}
+	made.key = key
+	conn := use(made)
+	if conn != made { // another call was faster
+		made.Close()
+	}
 	return conn, nil
 }
 
@@ -200,7 +225,6 @@ func (c *Client) connection(address string, forStreams bool) (*connection, error
 // gets a new one: it connects at once, and reads the TLS files again.
 func (c *Client) release(conn *connection, e *Error) {
 	c.mu.Lock()
-	defer c.mu.Unlock()
 	if e != nil && isLost(e) {
 		conn.stale = true
 		if c.connections[conn.key] == conn {
@@ -208,7 +232,9 @@ func (c *Client) release(conn *connection, e *Error) {
 		}
 	}
 	conn.users--
-	if conn.users == 0 && conn.stale {
+	closes := conn.users == 0 && conn.stale
+	c.mu.Unlock()
+	if closes {
 		conn.Close()
 	}
 }

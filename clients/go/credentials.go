@@ -8,7 +8,6 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
-	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -53,6 +52,8 @@ type Credentials struct {
 	// SidecarUser is the user of this machine who runs the sidecar, by name or number. The user of this process, the
 	// owner of the token file and root are always trusted.
 	SidecarUser string
+
+	sidecarUser int // the number of SidecarUser, which check looks up; -1: none
 }
 
 // CredentialsFromEnvironment returns the credentials in SEQDEDUPE_TOKEN, SEQDEDUPE_TOKEN_FILE (by default
@@ -100,8 +101,19 @@ func (c *Credentials) check() error {
 	if _, err := c.tlsConfig(); err != nil {
 		return errorf("INVALID_CREDENTIALS", "%v", err).with(err)
 	}
-	_, err := c.trustedUsers()
-	return err
+	c.sidecarUser = -1
+	if c.SidecarUser != "" {
+		number := c.SidecarUser
+		if _, err := strconv.Atoi(number); err != nil {
+			found, err := user.Lookup(c.SidecarUser)
+			if err != nil {
+				return errorf("INVALID_CREDENTIALS", "there is no user %q", c.SidecarUser).with(err)
+			}
+			number = found.Uid
+		}
+		c.sidecarUser, _ = strconv.Atoi(number)
+	}
+	return nil
 }
 
 func (c *Credentials) hasToken() bool {
@@ -115,7 +127,7 @@ func (c *Credentials) token(ctx context.Context) (string, error) {
 	if c.TokenFunc != nil {
 		var err error
 		if token, err = c.TokenFunc(ctx); err != nil {
-			return "", errorf("CREDENTIALS_UNAVAILABLE", "the function for the token failed: %v", err).with(err)
+			return "", errorf("CREDENTIALS_UNAVAILABLE", "the function for the token failed: %T", err).with(err)
 		}
 	} else if c.TokenFile != "" {
 		data, err := readCredential(c.TokenFile)
@@ -135,8 +147,9 @@ func (c *Credentials) token(ctx context.Context) (string, error) {
 
 func readCredential(path string) ([]byte, error) {
 	info, err := os.Stat(path)
-	if err == nil && (!info.Mode().IsRegular() && info.Mode()&fs.ModeNamedPipe == 0 || info.Size() > maxCredentialFileBytes) {
-		err = errors.New("it is no file of at most 1 MiB")
+	// Each connection reads the file again, which a named pipe does not allow.
+	if err == nil && (!info.Mode().IsRegular() || info.Size() > maxCredentialFileBytes) {
+		err = errors.New("it is no regular file of at most 1 MiB")
 	}
 	if err != nil {
 		return nil, errorf("CREDENTIALS_UNAVAILABLE", "the file %q cannot be read: %v", path, err).with(err)
@@ -165,7 +178,15 @@ func (c *Credentials) tlsConfig() (*tls.Config, error) {
 		}
 	}
 	if c.CertificateFile != "" {
-		certificate, err := tls.LoadX509KeyPair(c.CertificateFile, c.KeyFile)
+		chain, err := readCredential(c.CertificateFile)
+		if err != nil {
+			return nil, err
+		}
+		key, err := readCredential(c.KeyFile)
+		if err != nil {
+			return nil, err
+		}
+		certificate, err := tls.X509KeyPair(chain, key)
 		if err != nil {
 			return nil, errorf("CREDENTIALS_UNAVAILABLE", "the client's certificate cannot be used: %v", err).with(err)
 		}
@@ -198,18 +219,10 @@ const (
 )
 
 // trustedUsers returns the users of this machine to whom the client may send the token.
-func (c *Credentials) trustedUsers() (map[int]bool, error) {
+func (c *Credentials) trustedUsers() map[int]bool {
 	users := map[int]bool{0: true, os.Geteuid(): true}
-	if c.SidecarUser != "" {
-		number, err := strconv.Atoi(c.SidecarUser)
-		if err != nil {
-			found, err := user.Lookup(c.SidecarUser)
-			if err != nil {
-				return nil, errorf("INVALID_CREDENTIALS", "there is no user %q", c.SidecarUser).with(err)
-			}
-			number, _ = strconv.Atoi(found.Uid)
-		}
-		users[number] = true
+	if c.sidecarUser >= 0 {
+		users[c.sidecarUser] = true
 	}
 	if info, err := os.Stat(c.TokenFile); c.TokenFile != "" && err == nil {
 		if owner, ok := info.Sys().(*syscall.Stat_t); ok {
@@ -228,18 +241,18 @@ func (c *Credentials) trustedUsers() (map[int]bool, error) {
 			delete(users, stranger)
 		}
 	}
-	return users, nil
+	return users
 }
 
 // checkListener returns UNTRUSTED_LISTENER if a user who is not trusted has the other end of this connection to a port
 // of this machine, or listens at that port: while the sidecar is down, any user may listen there. Without Linux's tables
 // of sockets, it does nothing.
 func (c *Credentials) checkListener(conn net.Conn) error {
-	trusted, err := c.trustedUsers()
-	if err != nil {
-		return err
-	}
+	trusted := c.trustedUsers()
 	there, here := addrPort(conn.RemoteAddr()), addrPort(conn.LocalAddr())
+	if !there.Addr().IsLoopback() { // the name localhost may have any address
+		return errorf("UNTRUSTED_LISTENER", "%s is not an address of this machine only: the token was not sent there", there)
+	}
 	// The listener first: while the connection is not accepted yet, the listener owns it.
 	for _, wanted := range []func(local, remote netip.AddrPort, listens bool) bool{
 		func(local, _ netip.AddrPort, listens bool) bool {

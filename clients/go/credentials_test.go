@@ -10,11 +10,14 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"math/big"
 	"net"
 	"os"
 	"os/exec"
+	"os/user"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -162,5 +165,51 @@ while True: c, _ = s.accept(); print(c.recv(9999), flush=True)`
 		if reason, received := try(c); reason == "UNTRUSTED_LISTENER" || received == "b''\n" {
 			t.Error(reason, received)
 		}
+	}
+}
+
+func TestANamedPipeIsNoCredential(t *testing.T) {
+	pipe := filepath.Join(t.TempDir(), "pipe")
+	if err := syscall.Mkfifo(pipe, 0o600); err != nil {
+		t.Skip(err)
+	}
+	for _, c := range []Credentials{{TokenFile: pipe}, {CAFile: pipe}, {CertificateFile: pipe, KeyFile: pipe}} {
+		if err := c.check(); reasonOf(err) != "INVALID_CREDENTIALS" || !strings.Contains(err.Error(), "regular") {
+			t.Error(err)
+		}
+	}
+}
+
+func TestTheUserOfTheSidecarIsLookedUpOnce(t *testing.T) {
+	c := Credentials{Token: "secret", SidecarUser: "daemon"}
+	if err := c.check(); err != nil {
+		t.Skip(err)
+	}
+	c.SidecarUser = "no such user" // as if the users could not be read now
+	if number := first(user.Lookup("daemon")).Uid; !c.trustedUsers()[first(strconv.Atoi(number))] {
+		t.Error(number)
+	}
+}
+
+// A fakeConn is a connection to another host.
+type fakeConn struct{ net.Conn }
+
+func (fakeConn) LocalAddr() net.Addr  { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 2), Port: 2} }
+func (fakeConn) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 1} }
+
+func TestLocalhostAtAnotherHostGetsNoToken(t *testing.T) {
+	if err := new(Credentials).checkListener(fakeConn{}); reasonOf(err) != "UNTRUSTED_LISTENER" {
+		t.Error(err)
+	}
+	r := newRoute(&sidecars{addresses: []string{"localhost:1", "localhost:2"}}, "t")
+	if before := r.address; !r.movesOn(errorf("UNTRUSTED_LISTENER", "")) || r.address == before {
+		t.Error(r.address)
+	}
+}
+
+func TestAnErrorOfATokenFuncIsNotPrinted(t *testing.T) {
+	c := Credentials{TokenFunc: func(context.Context) (string, error) { return "", errors.New("secret") }}
+	if _, err := c.token(t.Context()); reasonOf(err) != "CREDENTIALS_UNAVAILABLE" || strings.Contains(err.Error(), "secret") {
+		t.Error(err)
 	}
 }

@@ -150,16 +150,11 @@ func asError(err error, address string) *Error {
 			return errorf("TLS_FAILED", "no TLS connection to the sidecar at %s: %s", address, s.Message()).with(err)
 		}
 		return errorf("UNREACHABLE", "no connection to the sidecar at %s: %s", address, s.Message()).with(err)
-	case codes.Aborted, codes.Canceled, codes.DeadlineExceeded, codes.Internal:
+	case codes.Aborted, codes.Canceled, codes.DeadlineExceeded, codes.Internal, codes.ResourceExhausted:
 	case codes.Unknown:
 		if strings.Contains(s.Message(), "unexpected") { // an HTTP status or content type that no gRPC server sends
 			return errorf("NOT_A_SIDECAR", "%s does not answer as a sidecar: %s", address, s.Message()).with(err)
 		}
-	case codes.ResourceExhausted:
-		if strings.Contains(s.Message(), "larger than max") {
-			return errorf("MESSAGE_TOO_LARGE", "a message to or from %s: %s", address, s.Message()).with(err)
-		}
-		fallthrough
 	default:
 		return errorf("NOT_A_SIDECAR", "%s answered %s without the details that a sidecar sends: %s",
 			address, s.Code(), s.Message()).with(err)

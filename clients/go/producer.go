@@ -59,6 +59,7 @@ func (o *ProducerOptions) setDefaults() error {
 			return errorf("INVALID_REQUEST", "%s is %d: it should be 1 to %d", one.name, *one.value, one.atMost)
 		}
 	}
+	o.MaxBatchBytes = min(o.MaxBatchBytes, maxBatchBytes-batchOverheadBytes)
 	if o.Linger == 0 {
 		o.Linger = time.Millisecond
 	}
@@ -238,8 +239,9 @@ func (p *Producer) SendBatch(ctx context.Context, sequenceIDs []int64, messages 
 	for i := range messages {
 		if sequenceIDs != nil {
 			id = sequenceIDs[i]
-		} else if i > 0 {
-			id = last + 1
+		}
+		if id == NextSequenceID && i > 0 {
+			id = max(p.lastID, last) + 1
 		}
 		next, err := p.nextID(last, id)
 		if err != nil {
@@ -279,8 +281,13 @@ func (p *Producer) Close(ctx context.Context) error {
 	p.isClosed = true
 	p.updateRoom()
 	p.mu.Unlock()
-	if wasClosed {
-		return nil
+	if wasClosed { // another call flushes, and returns the outcome
+		select {
+		case <-p.ended:
+			return nil
+		case <-ctx.Done():
+			return ctx.Err()
+		}
 	}
 	err := p.Flush(ctx)
 	p.cancel()
@@ -415,6 +422,7 @@ func (p *Producer) limitDelivery() {
 // run connects again and again, until the producer ends.
 func (p *Producer) run() {
 	defer close(p.ended)
+	defer p.cancel() // also ends limitDelivery
 	for {
 		err := p.connect()
 		if p.ctx.Err() != nil {
@@ -485,7 +493,9 @@ func (p *Producer) connect() error {
 	p.mu.Unlock()
 	answer, e := p.client.open(p.ctx, address, request)
 	p.mu.Lock()
+	isForgotten := false
 	if e == nil {
+		isForgotten = p.queue.isForgottenBy(answer)
 		e = p.opened(address, answer)
 	} else if d := p.route.doubted(e); isResume && d == e && (e.Reason == "INVALID_EPOCH" || e.Reason == "TOPIC_NOT_FOUND") {
 		e = errorf("DATA_LOSS", "the sidecar does not know the session that it has opened: %s", e.Message).with(e)
@@ -493,6 +503,11 @@ func (p *Producer) connect() error {
 	p.mu.Unlock()
 	if e != nil {
 		return e
+	}
+	if isForgotten { // without the lock: the handler may publish, too
+		p.client.logger.Warn("The topic has forgotten the producer, which was unused for longer than its policy allows. "+
+			"The producer continues as a new one: what it sends again is stored again.",
+			"topic", p.topic, "producer", p.name, "persisted", answer.Persisted[0])
 	}
 	if !isResume {
 		close(p.started)
@@ -554,9 +569,12 @@ func (c *Client) open(ctx context.Context, address string, request *pb.OpenReque
 }
 
 // nextFrame is for the stream.
-func (p *Producer) nextFrame() (*pb.Frame, int) {
+func (p *Producer) nextFrame(s *seat) (*pb.Frame, int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s { // the frame would get no answer
+		return nil, 0
+	}
 	if p.queue.waiting == 0 {
 		p.seal() // nothing is in flight: waiting for more messages would only delay these
 	}
@@ -564,9 +582,12 @@ func (p *Producer) nextFrame() (*pb.Frame, int) {
 }
 
 // take is for the stream.
-func (p *Producer) take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
+func (p *Producer) take(s *seat, answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s {
+		return nil
+	}
 	q := &p.queue
 	if answer.Incarnation != q.incarnation {
 		return errorf("DATA_LOSS", "the topic was recreated: its incarnation is %d, and was %d before",

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/binary"
+	"errors"
 	"slices"
 	"sort"
 	"sync"
@@ -63,6 +64,16 @@ type publish struct {
 	err   error
 	done  chan struct{}
 	over  bool // the publisher's lock guards it
+	// isUncertain: a frame got no answer, or an answer that leaves its outcome open. A later refusal proves nothing.
+	isUncertain bool
+}
+
+// refuse ends the batch with a final refusal: OUTCOME_UNKNOWN, if an earlier frame may have taken effect.
+func (p *publish) refuse(err error) {
+	if p.isUncertain && !errors.Is(err, ErrOutcomeUnknown) && !errors.Is(err, ErrDataLoss) {
+		err = errorf("OUTCOME_UNKNOWN", "what was sent before may be in the log or not: %v", err).with(err)
+	}
+	p.end(err)
 }
 
 func (p *publish) end(err error) {
@@ -230,10 +241,10 @@ func (p *Publisher) fail(err error) {
 		p.failure = err
 	}
 	for _, one := range p.out {
-		one.end(err)
+		one.refuse(err)
 	}
 	for _, one := range p.ready {
-		one.end(err)
+		one.refuse(err)
 	}
 	clear(p.out)
 	p.ready = nil
@@ -290,6 +301,7 @@ func (p *Publisher) connect() error {
 	slices.Sort(numbers)
 	again := make([]*publish, 0, len(numbers)+len(p.ready))
 	for _, number := range numbers {
+		p.out[number].isUncertain = true
 		again = append(again, p.out[number])
 	}
 	p.ready = append(again, p.ready...)
@@ -310,14 +322,14 @@ func (p *Publisher) after(err error) (bool, time.Duration) {
 		p.fail(e)
 		return false, 0
 	}
-	if e.Reason == "STREAM_IDLE" {
-		return true, 0
+	if e.Reason == "STREAM_IDLE" && len(p.ready) == 0 {
+		return true, 0 // run waits until there is something to send
 	}
 	p.refusal = e
 	movesOn := p.route.movesOn(e)
 	if e.Reason == "NOT_A_SIDECAR" && !movesOn && !p.answers {
 		for _, one := range p.ready {
-			one.end(e)
+			one.refuse(e)
 		}
 		p.ready = nil
 	}
@@ -328,9 +340,12 @@ func (p *Publisher) after(err error) (bool, time.Duration) {
 }
 
 // nextFrame is for the stream.
-func (p *Publisher) nextFrame() (*pb.Frame, int) {
+func (p *Publisher) nextFrame(s *seat) (*pb.Frame, int) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s { // the frame would get no answer
+		return nil, 0
+	}
 	for p.resends == nil && len(p.ready) > 0 {
 		one := p.ready[0]
 		p.ready = p.ready[1:]
@@ -345,9 +360,12 @@ func (p *Publisher) nextFrame() (*pb.Frame, int) {
 }
 
 // take is for the stream.
-func (p *Publisher) take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
+func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.seat != s {
+		return nil
+	}
 	p.answers = true
 	if len(receipts) > 0 {
 		if e := p.check(answer, receipts); e != nil {
@@ -366,6 +384,7 @@ func (p *Publisher) take(answer *pb.PublishStreamResponse, receipts []*pb.Receip
 		if _, all := one.record(r); all {
 			one.end(nil)
 		} else { // copies are in flight, from this client or another one
+			one.isUncertain = true
 			p.ready = append(p.ready, one)
 			delay = max(delay, p.delays.next())
 		}
@@ -381,7 +400,7 @@ func (p *Publisher) take(answer *pb.PublishStreamResponse, receipts []*pb.Receip
 		delete(p.out, r.Frame)
 		why := refusalError(r)
 		if !why.isTemporary() {
-			one.end(why)
+			one.refuse(why)
 			continue
 		}
 		p.ready = append(p.ready, one)

@@ -73,12 +73,16 @@ func (q *queue) linkOf(e *entry) int64 {
 	return q.lastQueued
 }
 
+// isForgottenBy reports whether this answer to Open is the first one that says that the topic has forgotten the name.
+func (q *queue) isForgottenBy(answer *pb.OpenResponse) bool {
+	return len(answer.Forgotten) > 0 && max(q.opened, q.highestReceipt) > answer.Persisted[0]
+}
+
 // open handles an answer to Open, which has started or resumed the session. Frames of the old stream are no longer in
 // flight. It returns an error if the session cannot go on.
 func (q *queue) open(answer *pb.OpenResponse) *Error {
 	epoch, persisted := answer.Epochs[0], answer.Persisted[0]
-	isForgotten := len(answer.Forgotten) > 0
-	if isForgotten && max(q.opened, q.highestReceipt) > persisted {
+	if q.isForgottenBy(answer) {
 		q.opened, q.highestReceipt, q.lastQueued = persisted, -1, -1
 		for _, e := range q.entries {
 			if !e.settled {

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
 	pb "seqdedupe.dev/go/internal/seqdedupev1"
@@ -258,10 +259,10 @@ func (r *Reader) fetch(ctx context.Context) error {
 		case err == io.EOF:
 			r.disconnect()
 			return err
+		case err == errCallEnded:
+			return ctx.Err()
 		case ctx.Err() != nil:
-			if r.answers == nil { // otherwise the stream goes on, and a later call continues
-				r.disconnect()
-			}
+			r.disconnect()
 			return ctx.Err()
 		}
 		conn := r.conn
@@ -300,6 +301,9 @@ func (r *Reader) fetch(ctx context.Context) error {
 // errMisfit is the cause of errors that an answer on a stream contradicts earlier answers.
 var errMisfit = errors.New("the answer does not follow earlier answers")
 
+// errCallEnded: the caller's context has ended. The stream goes on, and a later call continues.
+var errCallEnded = errors.New("the context has ended")
+
 // receive takes the next record in hand, or the next answer. It returns io.EOF at the end.
 func (r *Reader) receive(ctx context.Context) error {
 	if len(r.records) > 0 {
@@ -324,7 +328,7 @@ func (r *Reader) receive(ctx context.Context) error {
 	case <-silent:
 		return errorf("UNREACHABLE", "the sidecar at %s was silent for %v", r.route.address, r.silence)
 	case <-ctx.Done():
-		return ctx.Err()
+		return errCallEnded
 	}
 	if answer.err == io.EOF {
 		if r.isAtStop() {
@@ -432,8 +436,11 @@ func (r *Reader) connect(ctx context.Context) error {
 		for {
 			var answer readAnswer
 			if answer.err = err; begins { // the metadata shows that the sidecar has taken the stream
-				_, answer.err = stream.Header()
 				begins = false
+				var header metadata.MD
+				if header, answer.err = stream.Header(); header == nil && answer.err == nil {
+					continue // the stream has failed: Recv returns why
+				}
 			} else if err == nil {
 				answer.response, answer.err = stream.Recv()
 			}

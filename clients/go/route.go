@@ -168,7 +168,8 @@ func (r *route) movesOn(why *Error) bool {
 	}
 	r.asked[r.address] = why
 	switch why.Reason {
-	case "NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN":
+	case "NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN",
+		"UNTRUSTED_LISTENER":
 	default:
 		r.over = true
 		return false

@@ -1,10 +1,13 @@
 package seqdedupe
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -39,7 +42,7 @@ func newScript(t *testing.T) *script {
 		streams: make(chan pb.PublishService_PublishStreamServer),
 	}
 	s.persisted(-1)
-	server := grpc.NewServer()
+	server := grpc.NewServer(grpc.MaxRecvMsgSize(2 * maxBatchBytes))
 	pb.RegisterPublishServiceServer(server, s)
 	go server.Serve(listener)
 	t.Cleanup(server.Stop)
@@ -146,6 +149,7 @@ func TestEveryWayInWhichAStreamBreaksIsResent(t *testing.T) {
 		nil, // OK
 		status.Error(codes.Canceled, ""), status.Error(codes.DeadlineExceeded, ""), status.Error(codes.Internal, ""),
 		status.Error(codes.Unknown, ""), status.Error(codes.Unavailable, ""), status.Error(codes.PermissionDenied, ""),
+		status.Error(codes.ResourceExhausted, "trying to send message larger than max (2 vs. 1)"),
 		withDetails(codes.Unavailable, "STREAM_IDLE", time.Millisecond), withDetails(codes.Unauthenticated, "TOKEN_EXPIRED", 0),
 	} {
 		for answered := range 3 { // how many of two frames have their receipts, and how many are stored
@@ -268,7 +272,9 @@ func TestAResumeThatShowsALossEndsTheProducer(t *testing.T) {
 
 func TestAForgottenNameGoesOnAsNew(t *testing.T) {
 	s := newScript(t)
-	p := openProducer(t, newTestClient(t, s.address), "t", "p", oneByOne)
+	c, warned := newTestClient(t, s.address), new(bytes.Buffer)
+	c.logger = slog.New(slog.NewTextHandler(warned, nil))
+	p := openProducer(t, c, "t", "p", oneByOne)
 	stream := <-s.streams
 	r := send(t, p, 5, "a")
 	stream.Send(receiptsOf(0, s.frames(stream, 5)...))
@@ -286,8 +292,13 @@ func TestAForgottenNameGoesOnAsNew(t *testing.T) {
 	if frames[0].Batch.PreviousSequenceIds[0] != -1 || s.opens.Load() != 2 {
 		t.Error(frames[0].Batch.PreviousSequenceIds, s.opens.Load())
 	}
-	stream.Send(receiptsOf(1, frames...))
+	s.ends <- nil // a later resume repeats that it was forgotten
+	stream = <-s.streams
+	stream.Send(receiptsOf(1, s.frames(stream, 6)...))
 	wait(t, r)
+	if text := warned.String(); strings.Count(text, "level=WARN") != 1 || !strings.Contains(text, "producer=p") {
+		t.Error(text)
+	}
 }
 
 func TestSendWaitsForRoom(t *testing.T) {
@@ -403,5 +414,49 @@ func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 				t.Error(err)
 			}
 		})
+	}
+}
+
+func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
+	for _, isAnswered := range []bool{false, true} {
+		s := newScript(t)
+		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+		defer p.Close()
+		answers := make(chan error, 1)
+		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		stream := <-s.streams
+		m := first(stream.Recv())
+		if isAnswered { // the control: the sidecar has not taken the frame
+			stream.Send(refusal(m.Frames[0], "NOT_ALLOWED", -time.Millisecond))
+		} else {
+			s.ends <- status.Error(codes.Unavailable, "")
+			<-s.streams
+			s.ends <- withDetails(codes.Unauthenticated, "UNAUTHENTICATED", -1)
+		}
+		err := <-answers
+		if (reasonOf(err) == "OUTCOME_UNKNOWN") == isAnswered || !errors.Is(err, ErrAccessDenied) {
+			t.Error(isAnswered, err)
+		}
+	}
+}
+
+func TestAPublisherWaitsAsTheEndOfTheStreamAsks(t *testing.T) {
+	s := newScript(t)
+	p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+	defer p.Close()
+	answers := make(chan error, 1)
+	go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+	stream := <-s.streams
+	first(stream.Recv())
+	const delay = 300 * time.Millisecond
+	began := time.Now()
+	s.ends <- withDetails(codes.Unavailable, "STREAM_IDLE", delay)
+	stream = <-s.streams
+	if time.Since(began) < delay {
+		t.Error("it did not wait")
+	}
+	stream.Send(receiptsOf(0, first(stream.Recv()).Frames...))
+	if err := <-answers; err != nil {
+		t.Error(err)
 	}
 }

@@ -18,10 +18,11 @@ const (
 
 // A sender is a producer or publisher, as a stream sees it.
 type sender interface {
-	// nextFrame returns the next frame to send now and its size, or nil.
-	nextFrame() (*pb.Frame, int)
-	// take handles the answers to the sender's frames. Only this sender leaves the stream after an error.
-	take(answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error
+	// nextFrame returns the next frame to send now and its size, or nil. A seat that the sender has left gets none.
+	nextFrame(s *seat) (*pb.Frame, int)
+	// take handles the answers to the sender's frames. Only this sender leaves the stream after an error. Answers for a
+	// seat that the sender has left change nothing.
+	take(s *seat, answer *pb.PublishStreamResponse, receipts []*pb.Receipt, refusals []*pb.Refusal) error
 }
 
 // A seat is the place of a sender on a stream.
@@ -107,10 +108,17 @@ func (s *seat) wait(ctx context.Context) error {
 	case err := <-s.left:
 		return err
 	case <-s.stream.done:
-		return s.stream.err
 	case <-ctx.Done():
+	}
+	select {
+	case err := <-s.left: // the sender's own error says more
+		return err
+	default:
+	}
+	if ctx.Err() != nil {
 		return ctx.Err()
 	}
+	return s.stream.err
 }
 
 // leave gives the seat up. Without senders, the stream ends.
@@ -205,7 +213,7 @@ func (st *stream) gather() (frames []*pb.Frame) {
 			continue
 		}
 		st.mu.Unlock() // a sender's lock is never taken within the stream's
-		frame, bytes := s.sender.nextFrame()
+		frame, bytes := s.sender.nextFrame(s)
 		st.mu.Lock()
 		if frame == nil {
 			continue
@@ -279,7 +287,7 @@ func (st *stream) take(answer *pb.PublishStreamResponse) *Error {
 	}
 	st.mu.Unlock()
 	for _, t := range all {
-		if err := t.seat.sender.take(answer, t.receipts, t.refusals); err != nil {
+		if err := t.seat.sender.take(t.seat, answer, t.receipts, t.refusals); err != nil {
 			st.mu.Lock()
 			t.seat.isGone = true
 			st.mu.Unlock()
