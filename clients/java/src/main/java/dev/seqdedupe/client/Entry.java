@@ -68,9 +68,12 @@ final class Entry {
         }
     }
 
-    /** Fails the batch. If a frame may have stored its messages, the error says OUTCOME_UNKNOWN. */
+    /**
+     * Fails the batch. If a frame may have stored its messages, the error says OUTCOME_UNKNOWN. A topic that is not
+     * there stores none.
+     */
     void giveUp(SeqdedupeException why) {
-        boolean isKnown = openFrames == 0 || why.is("OUTCOME_UNKNOWN")
+        boolean isKnown = openFrames == 0 || why.is("OUTCOME_UNKNOWN") || why.is("TOPIC_NOT_FOUND")
                 || why instanceof SeqdedupeException.Fenced || why instanceof SeqdedupeException.DataLoss;
         end(isKnown ? why : SeqdedupeException.of("OUTCOME_UNKNOWN",
                 "the message was sent, and may have been stored: %s", why.getMessage()).because(why));
