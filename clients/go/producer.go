@@ -512,19 +512,9 @@ func (p *Producer) connect() error {
 	if !isResume {
 		close(p.started)
 	}
-	s, err := p.client.join(address, p.topic, p)
-	if err != nil {
-		return err
-	}
-	p.mu.Lock()
-	p.seat = s
-	p.mu.Unlock()
-	s.ready()
-	err = s.wait(p.ctx)
-	s.leave()
+	err := p.client.attend(p.ctx, address, p.topic, p)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.seat = nil
 	if p.rewinds != nil {
 		p.rewinds.Stop()
 		p.rewinds = nil
@@ -566,6 +556,12 @@ func (c *Client) open(ctx context.Context, address string, request *pb.OpenReque
 		return nil, newError(r.Reason, never, r.Message, map[string]string{"current_epoch": fmt.Sprint(r.CurrentEpoch)})
 	}
 	return answer, nil
+}
+
+func (p *Producer) sit(s *seat) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seat = s
 }
 
 // nextFrame is for the stream.

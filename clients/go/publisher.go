@@ -281,19 +281,9 @@ func (p *Publisher) connect() error {
 	address := p.route.address
 	p.history.floor = p.history.durable // the requests of this stream follow all earlier receipts
 	p.mu.Unlock()
-	s, err := p.client.join(address, p.topic, p)
-	if err != nil {
-		return err
-	}
-	p.mu.Lock()
-	p.seat = s
-	p.mu.Unlock()
-	s.ready()
-	err = s.wait(p.ctx)
-	s.leave()
+	err := p.client.attend(p.ctx, address, p.topic, p)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.seat = nil
 	numbers := make([]uint64, 0, len(p.out))
 	for number := range p.out {
 		numbers = append(numbers, number)
@@ -337,6 +327,12 @@ func (p *Publisher) after(err error) (bool, time.Duration) {
 		return true, 0
 	}
 	return true, max(p.delays.next(), e.RetryDelay)
+}
+
+func (p *Publisher) sit(s *seat) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.seat = s
 }
 
 // nextFrame is for the stream.

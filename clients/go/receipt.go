@@ -2,7 +2,6 @@ package seqdedupe
 
 import (
 	"context"
-	"sync"
 	"time"
 
 	pb "seqdedupe.dev/go/internal/seqdedupev1"
@@ -165,7 +164,6 @@ type entry struct {
 	err      error
 	done     chan struct{}
 	settled  bool
-	settle   sync.Once
 }
 
 func newEntry() *entry { return &entry{done: make(chan struct{})} }
@@ -181,10 +179,10 @@ func (e *entry) seal() {
 
 // end settles the entry, with an error if it has failed.
 func (e *entry) end(err error) {
-	e.settle.Do(func() {
+	if !e.settled {
 		e.err, e.batch, e.settled = err, nil, true
 		close(e.done)
-	})
+	}
 }
 
 func (e *entry) wait(ctx context.Context) error {

@@ -2,6 +2,7 @@ package seqdedupe
 
 import (
 	"context"
+	"io"
 	"sync"
 	"time"
 
@@ -18,6 +19,8 @@ const (
 
 // A sender is a producer or publisher, as a stream sees it.
 type sender interface {
+	// sit notes the sender's seat, nil: none.
+	sit(s *seat)
 	// nextFrame returns the next frame to send now and its size, or nil. A seat that the sender has left gets none.
 	nextFrame(s *seat) (*pb.Frame, int)
 	// take handles the answers to the sender's frames. Only this sender leaves the stream after an error. Answers for a
@@ -85,6 +88,21 @@ func (c *Client) join(address, topic string, s sender) (*seat, error) {
 		go st.run()
 	}
 	return &seat{stream: st, sender: s, left: make(chan error, 1)}, nil
+}
+
+// attend keeps a sender on the stream to this topic at this sidecar, until the sender, the stream or the context ends.
+// Returns the error with which it has ended.
+func (c *Client) attend(ctx context.Context, address, topic string, p sender) error {
+	s, err := c.join(address, topic, p)
+	if err != nil {
+		return err
+	}
+	p.sit(s)
+	s.ready()
+	err = s.wait(ctx)
+	s.leave()
+	p.sit(nil)
+	return err
 }
 
 // ready tells the stream that the sender may have a frame to send.
@@ -176,7 +194,7 @@ func (st *stream) reason(err error) *Error {
 	if st.ctx.Err() != nil {
 		return asError(context.Cause(st.ctx), st.key.address)
 	}
-	if err.Error() == "EOF" {
+	if err == io.EOF {
 		return errorf("UNREACHABLE", "the sidecar at %s ended the stream", st.key.address)
 	}
 	return st.conn.err(err)
