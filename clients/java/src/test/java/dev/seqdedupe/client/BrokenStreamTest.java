@@ -24,30 +24,13 @@ import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.CompletionException;
 import java.util.concurrent.TimeUnit;
 import java.util.stream.LongStream;
-import org.junit.jupiter.api.AfterEach;
-import org.junit.jupiter.api.BeforeEach;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.params.ParameterizedTest;
 import org.junit.jupiter.params.provider.EnumSource;
 import org.junit.jupiter.params.provider.ValueSource;
 
-class BrokenStreamTest {
-    private static final Credentials NONE = Credentials.builder().build();
+class BrokenStreamTest extends WithFakeSidecar {
     private static final int MESSAGES = 500;
-    private FakeSidecar sidecar;
-    private Client client;
-
-    @BeforeEach
-    void start() throws IOException {
-        sidecar = new FakeSidecar();
-        client = new Client(sidecar.address(), NONE);
-    }
-
-    @AfterEach
-    void stop() {
-        client.close();
-        sidecar.close();
-    }
 
     private void sendAll() {
         List<CompletableFuture<Published>> receipts = new ArrayList<>();

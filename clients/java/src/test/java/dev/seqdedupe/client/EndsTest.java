@@ -23,30 +23,13 @@ import java.util.logging.Handler;
 import java.util.logging.Level;
 import java.util.logging.LogRecord;
 import java.util.logging.Logger;
-import org.junit.jupiter.api.AfterEach;
-import org.junit.jupiter.api.BeforeEach;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.io.TempDir;
 
 /** How senders end, and what their messages and callers are told then. */
 @Timeout(value = 45, threadMode = Timeout.ThreadMode.SEPARATE_THREAD)
-class EndsTest {
-    private static final Credentials NONE = Credentials.builder().build();
-    private FakeSidecar sidecar;
-    private Client client;
-
-    @BeforeEach
-    void start() throws IOException {
-        sidecar = new FakeSidecar();
-        client = new Client(sidecar.address(), NONE);
-    }
-
-    @AfterEach
-    void stop() {
-        client.close();
-        sidecar.close();
-    }
+class EndsTest extends WithFakeSidecar {
 
     private static SeqdedupeException failure(CompletableFuture<?> future) {
         Throwable e = assertThrows(CompletionException.class, () -> future.orTimeout(20, TimeUnit.SECONDS).join()).getCause();
