@@ -409,22 +409,19 @@ def tier_of(path: str) -> str:
     return TIER_OF[max(fitting, key=len)]
 
 
-def divide(
-    items: Sequence[pytest.Item], staying: Mapping[str, int] | None = None
-) -> tuple[list[pytest.Item], list[pytest.Item]]:
-    """Return the tests that stay and the others, both in their order: without `staying`, by `STAYING`.
+def divide(items: Sequence[pytest.Item], staying: Mapping[str, int]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Return the tests that stay and the others, both in their order.
 
     For each family the cases that were collected first stay.
     """
-    families = STAYING if staying is None else staying
     stay: list[pytest.Item] = []
     others: list[pytest.Item] = []
     places = {item: place for place, item in enumerate(items)}
-    left = dict(families)
+    left = dict(staying)
     # Plugins may have shuffled; a file's own order is that of its parameters.
     for item in sorted(items, key=lambda item: item.nodeid):
         nodeid = item.nodeid  # pytest makes the string at each access
-        family = next((beginning for beginning in families if nodeid.startswith(beginning)), None)
+        family = next((beginning for beginning in staying if nodeid.startswith(beginning)), None)
         if family is not None:
             left[family] -= 1
         (stay if family is None or left[family] >= 0 else others).append(item)
