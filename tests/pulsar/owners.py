@@ -4,6 +4,7 @@ import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -17,7 +18,7 @@ from seqdedupe.log.pulsar.broker_wire import Brokers, open_producer
 from seqdedupe.log.pulsar.entries import EntryFormat, PulsarMessage
 from seqdedupe.log.pulsar.writer import COUNTER_BITS, EntryWriter, SettledEntry, open_writer
 from seqdedupe.message_id import MessageId
-from seqdedupe.testing import LAST_RESORT_SECONDS
+from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 
 LIMIT_SECONDS = LAST_RESORT_SECONDS
 
@@ -78,6 +79,17 @@ class Cluster:
     async def answers(self, address: str) -> bool:
         """Whether the sidecar there does."""
         return address not in self.silent
+
+    def sidecar(self, folder: Path, namespace: str) -> Sidecar:
+        """A sidecar with native topics in this namespace, which is not started yet."""
+        return Sidecar(
+            folder,
+            log="pulsar",
+            pulsar_service_url=self.service_url,
+            pulsar_admin_url=self.admin_url,
+            pulsar_namespaces=namespace,
+            pulsar_entry_format="native",
+        )
 
     def connect(self) -> pulsar.asyncio.Client:
         return pulsar.asyncio.Client(self.service_url, operation_timeout_seconds=10, logger=quiet())

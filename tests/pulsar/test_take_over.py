@@ -19,7 +19,7 @@ from seqdedupe.names import partition_name
 from seqdedupe.pulsar_wire.connection import connect_to_owner
 from seqdedupe.pulsar_wire.frames import WireEntry
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import LZ4, EncryptionKeys, MessageMetadata, Property, Shared
-from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from seqdedupe.topic import listing
 from seqdedupe.topic.base import State
 from seqdedupe.v1 import admin_pb2
@@ -440,14 +440,7 @@ async def test_the_call_of_the_admin_service(
     names = [partition_name(topic, k) for k in range(partitions)] or [topic]
     for name in names:
         await send(cluster, name, "theirs", 3, 8)
-    sidecar = Sidecar(
-        tmp_path / "sidecar",
-        log="pulsar",
-        pulsar_service_url=cluster.service_url,
-        pulsar_admin_url=cluster.admin_url,
-        pulsar_namespaces=namespace,
-        pulsar_entry_format="native",
-    )
+    sidecar = cluster.sidecar(tmp_path / "sidecar", namespace)
 
     def run() -> None:
         with sidecar, blocking.Client(sidecar.address) as client:

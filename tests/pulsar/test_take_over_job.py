@@ -24,7 +24,6 @@ from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat, EntrySettings
 from seqdedupe.log.pulsar.log import PulsarLog
 from seqdedupe.names import partition_name
-from seqdedupe.testing import Sidecar
 from seqdedupe.topic import listing
 from seqdedupe.v1.admin_pb2 import StockWatermarks
 from seqdedupe_spark import bootstrap_job, cluster
@@ -267,14 +266,7 @@ async def test_a_sidecar_takes_over_partitions_with_a_file(
     write_stock(file, await read(cluster, topic))
     await send(cluster, names[1], "theirs", 6)
     await send(cluster, names[2], "theirs", 5)
-    sidecar = Sidecar(
-        tmp_path / "sidecar",
-        log="pulsar",
-        pulsar_service_url=cluster.service_url,
-        pulsar_admin_url=cluster.admin_url,
-        pulsar_namespaces=namespace,
-        pulsar_entry_format="native",
-    )
+    sidecar = cluster.sidecar(tmp_path / "sidecar", namespace)
 
     def run() -> None:
         with sidecar, blocking.Client(sidecar.address) as client:
