@@ -109,6 +109,15 @@ def producer_name(name: str) -> bytes:
     return encoded
 
 
+def is_producer_name(name: str) -> bool:
+    """Return whether `producer_name` accepts the name: whether a producer with this name can ever open a topic."""
+    try:
+        producer_name(name)
+    except InvalidRequestError:
+        return False
+    return True
+
+
 def check_name_length(encoded: bytes) -> None:
     """Raise INVALID_NAME if a producer name does not have 1 to 255 bytes."""
     if not 1 <= len(encoded) <= MAX_NAME_BYTES:

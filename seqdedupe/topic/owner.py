@@ -25,7 +25,7 @@ from seqdedupe.format.layout import BASE_INDEX, ROWS, TERM
 from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries, Failure, Log, Outcome, Runs
-from seqdedupe.names import producer_name
+from seqdedupe.names import is_producer_name
 from seqdedupe.tasks import Broadcast, again_until, retrieve
 from seqdedupe.topic.base import State, TopicCounters
 from seqdedupe.topic.control import Change, Import
@@ -659,7 +659,7 @@ def state_earlier(topic: Owned) -> None:
     """
     if topic.confirmed_index:
         return
-    given = [(name.encode(), number) for name, number in topic.log.earlier.items() if _may_come(name)]
+    given = [(name.encode(), number) for name, number in topic.log.earlier.items() if is_producer_name(name)]
     # All at once: there may be a million.
     found = topic.producers.find_all([name for name, _ in given])
     rows = topic.producers.numbers[found]
@@ -672,12 +672,3 @@ def state_earlier(topic: Owned) -> None:
         topic.append_change(part).add_done_callback(retrieve)
     if names:
         logger.info("topic %s: the watermarks of %d producers from before it had an owner", topic.name, len(names))
-
-
-def _may_come(name: str) -> bool:
-    """Return whether a producer with this name can ever open the topic."""
-    try:
-        producer_name(name)
-    except SeqdedupeError:
-        return False
-    return True

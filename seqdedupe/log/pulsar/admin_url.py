@@ -311,6 +311,13 @@ class PulsarAdmin:
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise _not_pulsar(path) from e
 
+    async def partitions(self, topic: str) -> int:
+        """Return the number of a topic's partitions; 0 for a topic without partitions, or that does not exist."""
+        try:
+            return (await self.partitioned(topic)).partitions
+        except NotFoundError:
+            return 0
+
     async def set_properties(self, topic: str, properties: Mapping[str, str]) -> None:
         """Set properties of a topic, partitioned or not; its other properties stay."""
         await self._url.call("PUT", f"{_path(topic)}/properties", dict(properties))

@@ -121,10 +121,7 @@ class PulsarLogs:
                 "INVALID_TOPIC_NAME", f"{topic} has the name of a partition", hint="Take over the partitioned topic."
             )
         entry_format, schema = self._parsed(topic, layout)
-        try:
-            partitions = (await self._admin.partitioned(topic)).partitions
-        except NotFoundError:
-            partitions = 0
+        partitions = await self._admin.partitions(topic)
         if partitions:
             await wholes.check_is_no_log(self._admin, topic)
         elif INCARNATION in (properties := await self._admin.properties(topic)):

@@ -32,7 +32,7 @@ from seqdedupe.log.pulsar.places import Point, size_of
 from seqdedupe.log.pulsar.reader import LogScan, ReadsEntries
 from seqdedupe.log.pulsar.taking_over import check_ledgers, stock_entry_of, text_of
 from seqdedupe.message_id import MessageId, MessageIds
-from seqdedupe.names import partition_name, producer_name, topic_name, whole_of
+from seqdedupe.names import is_producer_name, partition_name, topic_name, whole_of
 from seqdedupe.pulsar_wire.pulsar_api_pb2 import SingleMessageMetadata
 from seqdedupe.v1.admin_pb2 import StockEntry, StockTopic, StockWatermarks
 from seqdedupe_spark import stock
@@ -509,10 +509,7 @@ def stock_ranges(cluster: PulsarCluster, topic: str) -> list[TopicRanges]:
         if whole_of(full) is not None:
             raise error("INVALID_SOURCE", f"{full} has the name of a partition: name the partitioned topic")
         async with connected(cluster) as connection:
-            try:
-                partitions = (await connection.admin.partitioned(full)).partitions
-            except NotFoundError:
-                partitions = 0
+            partitions = await connection.admin.partitions(full)
             names = [partition_name(full, k) for k in range(partitions)] or [full]
             return [await of_topic(connection, name) for name in names]
 
@@ -539,18 +536,10 @@ def read_marks(cluster: PulsarCluster, span: StockRange) -> RangeMarks:
                 is_whole = await scan.step_to(span.last, hear)
             finally:
                 await scan.close()
-            numbers = {name: number for name, number in scan.collector.earlier.items() if _may_come(name)}
+            numbers = {name: number for name, number in scan.collector.earlier.items() if is_producer_name(name)}
             return RangeMarks(numbers, first and stock_entry_of(first), last and stock_entry_of(last), is_whole)
 
     return run(read)
-
-
-def _may_come(name: str) -> bool:
-    try:
-        producer_name(name)
-    except SeqdedupeError:
-        return False
-    return True
 
 
 def stock_watermarks(
