@@ -107,12 +107,14 @@ class SchemaClient:
                 self.failure = self.failure or error
                 self.waiting.clear()
                 raise error
+            if is_done():
+                return
             time.sleep(error.delay_ms / 1000)
 
     def _open(self, channel: grpc.Channel) -> None:
         """Starts the session, or resumes it: never without its epochs again (duties 5 to 7)."""
         request = publish_pb2.OpenRequest(topic=self.topic, producer_names=[self.name], epochs=self.epochs)
-        answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, wait_for_ready=True, timeout=900)
+        answer = publish_pb2_grpc.PublishServiceStub(channel).Open(request, timeout=900)
         for refusal in answer.refusals:
             raise FinalError(refusal.reason, refusal.message)
         if not answer.epochs:

@@ -100,6 +100,7 @@ class Reader:
 
     def __init__(self, address: str, command: Members) -> None:
         self._address, self._command, self._stop = address, command, int(command.get("stop_index", 0))
+        self.is_closed = False
         start = command["start"]
         self._start = read_pb2.ReadStart(earliest=True) if start == "earliest" else read_pb2.ReadStart(latest=True)
         if isinstance(start, dict):
@@ -117,7 +118,7 @@ class Reader:
             with grpc.insecure_channel(self._address, OPTIONS) as channel:
                 request = read_pb2.ReadStreamRequest(topic=self._command["topic"], start=self._start, **ends)
                 try:
-                    for answer in read_pb2_grpc.ReadServiceStub(channel).ReadStream(request, wait_for_ready=True):
+                    for answer in read_pb2_grpc.ReadServiceStub(channel).ReadStream(request):
                         for record in answer.records:
                             yield from self._of(record)
                     if not ends.get("follow"):
@@ -126,6 +127,8 @@ class Reader:
                     why = of_call(e)
                     if not isinstance(why, AgainError):
                         raise why from e
+                    if self.is_closed:
+                        return
                     time.sleep(why.delay_ms / 1000)
 
     def _of(self, record: batch_pb2.Record) -> Iterator[Members]:

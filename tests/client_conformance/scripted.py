@@ -27,6 +27,9 @@ NO_MESSAGE_ID = batch_pb2.MessageId(ledger_id=-1, entry_id=-1, batch_index=-1)
 
 _POLL_SECONDS = 0.02
 _THREADS = 64
+_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
+_PORTS = {0}
+"""Those that were used: the client of an earlier scenario, which may still run, must not come to a later one."""
 
 
 class Name:
@@ -273,10 +276,13 @@ class Scripted:
         self._streams: list[Stream] = []
         self._numbers: set[int] = set()
         self._wrong: list[str] = []
-        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
-        self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=options)
+        port = 0
+        while port in _PORTS:
+            self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
+            port = self._server.add_insecure_port("127.0.0.1:0")
+        _PORTS.add(port)
         self._server.add_generic_rpc_handlers((self._publish_service(), self._read_service(), self._admin_service()))
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{port}"
         self._server.start()
 
     def shares_with(self, other: "Scripted") -> None:
