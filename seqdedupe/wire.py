@@ -22,6 +22,10 @@ from seqdedupe.v1 import batch_pb2, publish_pb2, read_pb2
 GREETING = "seqdedupe-greeting"
 """With this metadata, a publish stream begins with an empty answer (`publish.proto`)."""
 
+FRAMES_TAKEN = "frames_taken"
+"""A key in the numbers of the error with which a publish stream ends: 0 if the sidecar has taken none of its frames
+(`publish.proto`)."""
+
 EMPTY = "seqdedupe-empty"
 """With this trailing metadata, a sidecar confirms that an empty message is its answer (`publish.proto`)."""
 

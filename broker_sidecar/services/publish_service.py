@@ -511,14 +511,20 @@ class PublishService:
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        name, frames = parse_frames(first)
-        is_early = takes_early_receipts(first)
-        del first  # the frames are copies of it
-        # Checked once here. After this, the topic judges every frame separately.
-        self._permissions.check_topic(Action.PUBLISH, topic_name(name))
-        stream.allowed.clear()
-        topic = await find(self._topics, name)
-        allowing = self._permissions.allowing(topic.name, topic.producers)
+        try:
+            name, frames = parse_frames(first)
+            is_early = takes_early_receipts(first)
+            del first  # the frames are copies of it
+            # Checked once here. After this, the topic judges every frame separately.
+            self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+            stream.allowed.clear()
+            topic = await find(self._topics, name)
+            allowing = self._permissions.allowing(topic.name, topic.producers)
+            if allowing is not None:
+                self._check_unnamed(topic)
+        except SeqdedupeError as e:
+            numbers = e.numbers | {wire.FRAMES_TAKEN: "0"}
+            raise type(e)(e.reason, e.message, e.hint, e.retry_delay_ms, numbers) from e
         publishing = _FrameStream(topic, stream, allowing, is_early=is_early)
         writer = unasked(publishing.send_all())
         try:

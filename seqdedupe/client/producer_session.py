@@ -10,7 +10,6 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from seqdedupe.address import SidecarAddress
 from seqdedupe.client.connection import NOT_A_SIDECAR, Backoff, may_break_for_a_frame, of_known_topic
 from seqdedupe.client.pending import InFlightBatch, PendingBatch
 from seqdedupe.client.publish_calls import Openings
@@ -103,9 +102,6 @@ class Session:
         """Set while another batch may be added, and permanently after a failure."""
         self._connections = connections
         self._route = Route(connections.sidecars, topic)
-        self._older: set[SidecarAddress] = set()
-        """The sidecars that have answered with a lower term than the highest term, since the last answer with the
-        highest term."""
         self._topic = topic
         self._config = config
         self._waiting = WaitingNotice(on_waiting)
@@ -346,7 +342,8 @@ class Session:
                     "DATA_LOSS", f"the sidecar does not know the session that it has opened: {e.message}"
                 ) from e
             raise
-        self._check_term(opened.term)
+        # If the whole history was replaced, `SendQueue.open` decides which messages are lost.
+        self._route.is_replaced(opened.term, self.queue.term)
         is_forgotten = opened.is_forgotten
         had_receipts = [entry for entry in self.queue.entries if entry.has_receipts]
         if self.queue.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
@@ -363,17 +360,6 @@ class Session:
         if self._epoch is None:
             self.persisted, self.persisted_position = opened.persisted, opened.position
         self._epoch = opened.epoch
-
-    def _check_term(self, term: int) -> None:
-        """Raise NOT_OWNER if this sidecar answers with a lower term than another sidecar: this sidecar is then not the
-        owner. If all sidecars answer with a lower term, `SendQueue.open` decides which messages are lost."""
-        if term >= self.queue.term:
-            self._older.clear()
-            return
-        self._older.add(self._route.address)
-        if not self._older.issuperset(self._connections.sidecars.addresses):
-            what = f"the sidecar at {self._route.address} answers with term {term}, lower than {self.queue.term} before"
-            raise error("NOT_OWNER", what)
 
     # -- the interface for a stream ------------------------------------------------------------------------------
 

@@ -50,10 +50,11 @@ from seqdedupe.client.producer_session import DELIVERY_TIMEOUT_SECONDS, Producer
 from seqdedupe.client.publish_calls import StreamAnswer, exchange, publish_call
 from seqdedupe.client.route import OnWaiting, Route, Sidecars, WaitingNotice
 from seqdedupe.client.stream import ANSWER_TIMEOUT_SECONDS, FULL_MESSAGE_BYTES, MAX_FRAMES, SOON_SECONDS
-from seqdedupe.errors import SeqdedupeError, UnavailableError, error
+from seqdedupe.errors import DataLossError, NotFoundError, SeqdedupeError, UnavailableError, error
 from seqdedupe.figures import counted
 from seqdedupe.limits import MAX_BATCH_BYTES, MAX_DEDUPLICATION_ID_BYTES, NO_SEQUENCE_ID
 from seqdedupe.names import partition_name, partition_of, topic_name
+from seqdedupe.wire import FRAMES_TAKEN
 
 if TYPE_CHECKING:
     from seqdedupe.v1 import admin_pb2
@@ -79,6 +80,7 @@ class _Call:
         self.done = done
         self.result: BatchResult | None = None
         self.breaks = Breaks()
+        self.is_uncertain = False  # whether a frame has got no answer, or UNKNOWN: a later refusal then proves nothing
 
     def record(self, receipt: ReceiptColumns) -> BatchResult:
         """Add this receipt to the result. Return the result if it is complete."""
@@ -87,6 +89,15 @@ class _Call:
         else:
             self.result.merge(receipt)
         return self.result
+
+    def fail(self, why: SeqdedupeError) -> None:
+        """End the call with this error, or with OUTCOME_UNKNOWN if an earlier frame may have stored messages."""
+        if self.done.done():
+            return
+        if self.is_uncertain and not isinstance(why, NotFoundError | UnavailableError | DataLossError):
+            what = f"a batch of {counted(len(self.batch), 'message')} was sent, and may be in the log or not: {why}"
+            why = error("OUTCOME_UNKNOWN", what, hint=why.hint, last_refusal=why.reason)
+        self.done.set_exception(why)
 
 
 class TopicHistory:
@@ -123,11 +134,6 @@ class TopicHistory:
         self.has_receipts, self._incarnation = True, incarnation
         self.term = max(self.term, term)
         self._durable_index = max(self._durable_index, durable_index)
-
-    def lower_term(self, term: int) -> SeqdedupeError:
-        """Return the error for a topic whose history was replaced: every sidecar answers with this lower term."""
-        what = f"the sidecar answers with an older state than before: term {term} ({self.term} before)"
-        return error("DATA_LOSS", what, term=term, term_before=self.term)
 
     def given(self, first_index: int, rows: int) -> None:
         """Record that `rows` new messages have the indexes from `first_index` on. Raises DATA_LOSS if one of these
@@ -195,8 +201,6 @@ class Delivery:
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
-        self._older: set[SidecarAddress] = set()
-        """The sidecars that have answered with a lower term since the last answer with the highest term."""
 
     def open(self) -> None:
         """Start to send."""
@@ -285,13 +289,14 @@ class Delivery:
                     return
                 await self._connect()
             except UnavailableError as e:
+                if e.reason == "STREAM_IDLE" and not self._ready:
+                    continue
                 self._is_in_trouble = True
-                moves_on = e.reason == "STREAM_IDLE" or self._route.moves_on(e)
+                moves_on = self._route.moves_on(e)
                 if e.reason == NOT_A_SIDECAR and not (moves_on or self._has_begun):
                     self._end_calls(e)
                     continue
-                if e.reason != "STREAM_IDLE":
-                    self._waits(self._route.told())
+                self._waits(self._route.told())
                 if not moves_on:
                     await asyncio.sleep(max(self._backoff.next_seconds(), e.retry_delay_ms / 1000))
             except SeqdedupeError as failure:
@@ -339,6 +344,7 @@ class Delivery:
         next stream."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
+        is_refused = False
         try:
             self._answered_at = asyncio.get_running_loop().time()
             self._is_taken = False
@@ -352,11 +358,15 @@ class Delivery:
                 take=self._take,
                 watch=lambda: self._watch(address),
             )
-        except UnavailableError as e:
-            if may_break_for_a_frame(e):
+        except SeqdedupeError as e:
+            # A sidecar accepts a stream before it reads a frame.
+            is_refused = FRAMES_TAKEN in e.numbers or not (self._is_taken or isinstance(e, UnavailableError))
+            if isinstance(e, UnavailableError) and may_break_for_a_frame(e):
                 self._broke(e)
             raise
         finally:
+            for call in self._out.values():
+                call.is_uncertain = call.is_uncertain or not is_refused
             self._ready.extendleft(call for call in reversed(self._out.values()) if not call.done.done())
             self._out.clear()
             with suppress(asyncio.CancelledError):
@@ -367,9 +377,9 @@ class Delivery:
         now = asyncio.get_running_loop().time()
         is_alone = self._is_taken and len(self._out) == 1 and now - self._answered_at < SOON_SECONDS
         for call in self._out.values():
-            if call.breaks.add(why, now, is_alone=is_alone) and not call.done.done():
+            if call.breaks.add(why, now, is_alone=is_alone):
                 what = call.breaks.why(f"a batch of {counted(len(call.batch), 'message')}", call.size_bytes)
-                call.done.set_exception(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
+                call.fail(error("OUTCOME_UNKNOWN", f"{what}: {why}", hint=HINT_OF_BREAKS))
 
     async def _until_ready(self) -> None:
         while not self._ready or (self._out and (self._ready[0].breaks.is_suspect or self._waits_for_lone)):
@@ -437,24 +447,20 @@ class Delivery:
         for refusal in answer.refusals:
             why = refusal_error(refusal)
             if (call := self._out.pop(refusal.frame, None)) is not None:
+                if 0 < answer.term < self._history.term:  # without the topic's state, a sidecar answers with 0
+                    why = self._route.former_owner(answer.term, self._history.term)
                 self._refused(call, why)
         if not self._out:
             # a suspect frame may wait for this answer, or other frames may wait for the suspect's answer
             self._news.set()
 
     def _check_history(self, answer: StreamAnswer) -> None:
-        """Check an answer before its receipts are accepted. Raises DATA_LOSS. Raises NOT_OWNER if this sidecar, but not
-        every sidecar, answers with a lower term than before: such a sidecar is a former owner, which answers duplicates
-        from memory."""
+        """Check an answer before its receipts are accepted. A former owner answers duplicates from memory. Raises
+        DATA_LOSS, NOT_OWNER."""
         history = self._history
-        if answer.term >= history.term:
-            self._older.clear()
-        else:
-            self._older.add(self._route.address)
-            lost = history.lower_term(answer.term)
-            if self._older.issuperset(self._sidecars.addresses):
-                raise lost
-            raise error("NOT_OWNER", f"{self._route.address}: {lost.message}")
+        if self._route.is_replaced(answer.term, history.term):
+            what = f"the sidecar answers with an older state than before: term {answer.term} ({history.term} before)"
+            raise error("DATA_LOSS", what, term=answer.term, term_before=history.term)
         history.take(answer.incarnation, answer.term, answer.durable_index)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None and receipt.first_index >= 0:
@@ -479,6 +485,7 @@ class Delivery:
                 call.done.set_result(result)
         else:
             # Copies of some messages are in flight, from this client or another one.
+            call.is_uncertain = True
             self._again(call, self._backoff.next_seconds())
 
     def _refused(self, call: _Call, why: SeqdedupeError) -> None:
@@ -488,8 +495,8 @@ class Delivery:
                 raise why
             self._waits(why)
             self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
-        elif not call.done.done():
-            call.done.set_exception(why)
+        else:
+            call.fail(why)
 
     def _again(self, call: _Call, delay_seconds: float) -> None:
         self._is_in_trouble = True
@@ -504,8 +511,7 @@ class Delivery:
     def _end_calls(self, why: SeqdedupeError) -> None:
         """End all calls made so far with this error. Later calls are attempted."""
         for call in (*self._out.values(), *self._ready):
-            if not call.done.done():
-                call.done.set_exception(why)
+            call.fail(why)
         self._out.clear()
         self._ready.clear()
 
@@ -642,14 +648,8 @@ class Publisher:
         """
         one = new_id() if deduplication_id is None else deduplication_id
         times = None if event_time is None else [milliseconds(event_time)]
-        result = await self.send_batch(
-            [payload],
-            [one],
-            keys=None if key is None else [key],
-            event_times_ms=times,
-            properties=None if properties is None else [properties],
-        )
-        return result[0]
+        keys, properties_of = None if key is None else [key], None if properties is None else [properties]
+        return (await self.send_batch([payload], [one], keys=keys, event_times_ms=times, properties=properties_of))[0]
 
     async def send_batch(
         self,

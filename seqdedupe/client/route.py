@@ -201,6 +201,8 @@ class Route:
         self._asked: set[SidecarAddress] = set()  # the sidecars asked in this round
         self._said: dict[SidecarAddress, UnavailableError] = {}  # the last error of each sidecar, the latest at the end
         self._unknown_to: set[SidecarAddress] = set()  # since the last success
+        self._newest: SidecarAddress | None = None  # the sidecar with the highest term so far
+        self._older: set[SidecarAddress] = set()  # the sidecars with a lower term, since the last answer of `_newest`
         self._redirects = 0
         self._returns = 0  # since the last success
         self._is_over = False  # whether the round is over
@@ -241,6 +243,27 @@ class Route:
             return e
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
+
+    def is_replaced(self, term: int, highest: int) -> bool:
+        """Handle the term in an answer of the sidecar at `address`; `highest` is the highest term of earlier answers.
+
+        Return whether the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term,
+        answer with a lower term. If only some do, the sidecar at `address` is a former owner: raises NOT_OWNER, which
+        names the sidecar with the highest term. That sidecar may be in a domain, and not in the list.
+        """
+        if term >= highest:
+            self._newest = self.address
+            self._older.clear()
+            return False
+        self._older.add(self.address)
+        if self._older.issuperset({*self._order, self._newest or self.address}):
+            return True
+        raise self.former_owner(term, highest)
+
+    def former_owner(self, term: int, highest: int) -> SeqdedupeError:
+        """Return the error for an answer of a former owner, whose term is lower than the highest before."""
+        what = f"the sidecar at {self.address} answers with term {term}, lower than {highest} before"
+        return error("NOT_OWNER", what, owner_address=str(self._newest or ""))
 
     def goes_well(self) -> None:
         """Record a successful call to the sidecar at `address`. After the next error, all sidecars may be asked

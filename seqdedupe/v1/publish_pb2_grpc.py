@@ -70,7 +70,13 @@ class PublishServiceStub(object):
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
     another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
     durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
-    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
+    proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
+    had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
+    0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+
+    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
+    If only some have a lower term, ask the address with the highest term again.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
@@ -174,7 +180,13 @@ class PublishServiceServicer(object):
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
     another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
     durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
-    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
+    proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
+    had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
+    0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+
+    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
+    If only some have a lower term, ask the address with the highest term again.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
@@ -319,7 +331,13 @@ class PublishService(object):
     11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
     another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
     durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
-    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
+    alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
+    proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
+    had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
+    0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+
+    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
+    If only some have a lower term, ask the address with the highest term again.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream

@@ -11,6 +11,7 @@ from seqdedupe.client import Verdict
 from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns
 from seqdedupe.client.producer_session import Session
 from seqdedupe.client.publish_calls import Openings, StreamAnswer
+from seqdedupe.client.publisher import _Call
 from seqdedupe.client.reader import Reader
 from seqdedupe.client.route import Sidecars
 from seqdedupe.client.send_queue import SendQueue
@@ -111,6 +112,11 @@ def heeds_lower_terms() -> None:
     setattr(PublishStream, "_take", replaced)  # noqa: B010
 
 
+def believes_a_late_refusal() -> None:
+    """What a frame with the same messages may have stored before is forgotten."""
+    _before(_Call, "fail", lambda call, _: setattr(call, "is_uncertain", False))
+
+
 def reads_a_message_again() -> None:
     """After a break, a reader begins with the message that it had last."""
     read_start = Reader._read_start
@@ -136,6 +142,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         accepts_without_limit,
         follows_any_address,
         heeds_lower_terms,
+        believes_a_late_refusal,
         reads_a_message_again,
     )
 }

@@ -104,10 +104,16 @@ class Stream:
         self.has_ended = False
         self.has_early_receipts = False
 
-    def end(self, code: grpc.StatusCode = grpc.StatusCode.OK, *given: Any) -> None:
+    def end(
+        self,
+        code: grpc.StatusCode = grpc.StatusCode.OK,
+        reason: str | None = None,
+        delay_ms: int | None = None,
+        **numbers: str,
+    ) -> None:
         """The stream ends with this status, reason and delay."""
         self.has_ended = True
-        self.out.put(None if code is grpc.StatusCode.OK else Refused(code, *given))
+        self.out.put(None if code is grpc.StatusCode.OK else Refused(code, reason, delay_ms, **numbers))
 
 
 class Reading:

@@ -71,6 +71,10 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
         scenarios.test_an_answer_of_a_lower_term_is_ignored,
         "was answered before its messages were decided",
     ),
+    "believes-a-late-refusal": (
+        scenarios.test_what_a_publisher_has_sent_has_an_unknown_outcome_after_a_refusal,
+        "should fail with OUTCOME_UNKNOWN",
+    ),
     "reads-a-message-again": (
         partial(scenarios.test_a_reader_goes_on_where_it_was, code=grpc.StatusCode.OK),
         "a reader goes on after the last message that it has",

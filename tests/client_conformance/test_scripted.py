@@ -522,6 +522,50 @@ def test_a_publisher_that_meets_another_incarnation_reports_the_loss(scripted: S
     command.error("DATA_LOSS")
 
 
+def test_what_a_publisher_has_sent_has_an_unknown_outcome_after_a_refusal(scripted: Scripted) -> None:
+    """Of the stream, or of a later frame with the same messages. A refusal of the only frame proves that it has stored
+    nothing."""
+    program = scripted.program
+    program.needs("publisher")
+    program.call("open_publisher", "i", topic="t")
+    command = program.send([Message(b"a")], "i").accepted()
+    scripted.ids_taken(1).refuse("NOT_ALLOWED", NEVER)
+    command.error("NOT_ALLOWED")
+    command = program.send([Message(b"b")], "i").accepted()
+    scripted.ids_taken(1).stream.end(UNAVAILABLE)
+    scripted.ids_taken(1).refuse("NOT_ALLOWED", NEVER)
+    command.error("OUTCOME_UNKNOWN")
+    command = program.send([Message(b"c")], "i").accepted()
+    scripted.ids_taken(1).stream.end(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
+    command.error("OUTCOME_UNKNOWN")
+
+
+def test_what_was_sent_on_a_stream_that_took_no_frame_is_refused(scripted: Scripted) -> None:
+    program = scripted.program
+    program.needs("publisher")
+    program.call("open_publisher", "i", topic="t")
+    command = program.send([Message(b"a")], "i").accepted()
+    scripted.ids_taken(1).stream.end(grpc.StatusCode.PERMISSION_DENIED, "NOT_ALLOWED", frames_taken="0")
+    command.error("NOT_ALLOWED")
+
+
+def test_a_former_owner_refuses_nothing_for_good(two: list[Scripted]) -> None:
+    """A publisher sends again, to the sidecar with the highest term."""
+    first, second = two
+    program = first.program
+    program.needs("publisher")
+    program.call("open_publisher", "i", topic="t")
+    first.term = second.term = 7
+    command = program.send([Message(b"a")], "i").accepted()
+    first.ids_taken(1).store()
+    command.ok()
+    command = program.send([Message(b"b")], "i").accepted()
+    first.ids_taken(1).refuse("NOT_OWNER", 0, owner_address=second.address)
+    second.ids_taken(1).refuse("NOT_ALLOWED", NEVER, term=6)
+    first.ids_taken(1).store()
+    command.ok()
+
+
 # -- Readers.
 
 

@@ -1219,7 +1219,11 @@ type CreateTopicRequest struct {
 	// `UNSAFE_TOPIC_POLICY`, `TOPIC_EXISTS` if it is a topic of the sidecar already. After these errors Pulsar's topic is
 	// as it was, except that its policies may be safe now. The answer may have a topic that does not serve yet; its `why`
 	// says the reason.
-	TakeOver      bool `protobuf:"varint,8,opt,name=take_over,json=takeOver,proto3" json:"take_over,omitempty"`
+	TakeOver bool `protobuf:"varint,8,opt,name=take_over,json=takeOver,proto3" json:"take_over,omitempty"`
+	// With `take_over`: what a job has read of the topic. The sidecar then reads only later entries. Omitted: the sidecar
+	// reads all entries. If the watermarks are of another topic, or their last entry is not stored any more, the error is
+	// `INVALID_REQUEST`.
+	Watermarks    *StockWatermarks `protobuf:"bytes,9,opt,name=watermarks,proto3" json:"watermarks,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1310,6 +1314,241 @@ func (x *CreateTopicRequest) GetTakeOver() bool {
 	return false
 }
 
+func (x *CreateTopicRequest) GetWatermarks() *StockWatermarks {
+	if x != nil {
+		return x.Watermarks
+	}
+	return nil
+}
+
+// The watermarks of a Pulsar topic that no sidecar has created, and the entries from which they were read.
+type StockWatermarks struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The topic; or each partition of a partitioned topic, in order.
+	Topics        []*StockTopic `protobuf:"bytes,1,rep,name=topics,proto3" json:"topics,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StockWatermarks) Reset() {
+	*x = StockWatermarks{}
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StockWatermarks) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StockWatermarks) ProtoMessage() {}
+
+func (x *StockWatermarks) ProtoReflect() protoreflect.Message {
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StockWatermarks.ProtoReflect.Descriptor instead.
+func (*StockWatermarks) Descriptor() ([]byte, []int) {
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *StockWatermarks) GetTopics() []*StockTopic {
+	if x != nil {
+		return x.Topics
+	}
+	return nil
+}
+
+// The part of one Pulsar topic that was read: its entries up to `last`, except entries that Pulsar had removed.
+type StockTopic struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The full name.
+	Topic string `protobuf:"bytes,1,opt,name=topic,proto3" json:"topic,omitempty"`
+	// The ledgers with entries up to `last`, rising.
+	LedgerIds []int64 `protobuf:"varint,2,rep,packed,name=ledger_ids,json=ledgerIds,proto3" json:"ledger_ids,omitempty"`
+	// The number of entries of each ledger, up to `last`.
+	LedgerEntries []int64 `protobuf:"varint,3,rep,packed,name=ledger_entries,json=ledgerEntries,proto3" json:"ledger_entries,omitempty"`
+	// The first entry that was read; unset if there was none.
+	First *StockEntry `protobuf:"bytes,4,opt,name=first,proto3" json:"first,omitempty"`
+	// The last entry that was read; unset if there was none.
+	Last *StockEntry `protobuf:"bytes,5,opt,name=last,proto3" json:"last,omitempty"`
+	// The names of the producers.
+	ProducerNames []string `protobuf:"bytes,6,rep,name=producer_names,json=producerNames,proto3" json:"producer_names,omitempty"`
+	// The highest sequence ID of each producer.
+	Persisted     []int64 `protobuf:"varint,7,rep,packed,name=persisted,proto3" json:"persisted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StockTopic) Reset() {
+	*x = StockTopic{}
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StockTopic) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StockTopic) ProtoMessage() {}
+
+func (x *StockTopic) ProtoReflect() protoreflect.Message {
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StockTopic.ProtoReflect.Descriptor instead.
+func (*StockTopic) Descriptor() ([]byte, []int) {
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{5}
+}
+
+func (x *StockTopic) GetTopic() string {
+	if x != nil {
+		return x.Topic
+	}
+	return ""
+}
+
+func (x *StockTopic) GetLedgerIds() []int64 {
+	if x != nil {
+		return x.LedgerIds
+	}
+	return nil
+}
+
+func (x *StockTopic) GetLedgerEntries() []int64 {
+	if x != nil {
+		return x.LedgerEntries
+	}
+	return nil
+}
+
+func (x *StockTopic) GetFirst() *StockEntry {
+	if x != nil {
+		return x.First
+	}
+	return nil
+}
+
+func (x *StockTopic) GetLast() *StockEntry {
+	if x != nil {
+		return x.Last
+	}
+	return nil
+}
+
+func (x *StockTopic) GetProducerNames() []string {
+	if x != nil {
+		return x.ProducerNames
+	}
+	return nil
+}
+
+func (x *StockTopic) GetPersisted() []int64 {
+	if x != nil {
+		return x.Persisted
+	}
+	return nil
+}
+
+// An entry of a Pulsar topic.
+type StockEntry struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The ledger.
+	LedgerId int64 `protobuf:"varint,1,opt,name=ledger_id,json=ledgerId,proto3" json:"ledger_id,omitempty"`
+	// The entry in the ledger.
+	EntryId int64 `protobuf:"varint,2,opt,name=entry_id,json=entryId,proto3" json:"entry_id,omitempty"`
+	// The publish time by the clock of the producer, in ms since 1970.
+	PublishTimeMs uint64 `protobuf:"varint,3,opt,name=publish_time_ms,json=publishTimeMs,proto3" json:"publish_time_ms,omitempty"`
+	// The name of the producer.
+	ProducerName string `protobuf:"bytes,4,opt,name=producer_name,json=producerName,proto3" json:"producer_name,omitempty"`
+	// The highest sequence ID of the entry; -1 if the entry does not complete a message.
+	SequenceId    int64 `protobuf:"varint,5,opt,name=sequence_id,json=sequenceId,proto3" json:"sequence_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StockEntry) Reset() {
+	*x = StockEntry{}
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StockEntry) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StockEntry) ProtoMessage() {}
+
+func (x *StockEntry) ProtoReflect() protoreflect.Message {
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StockEntry.ProtoReflect.Descriptor instead.
+func (*StockEntry) Descriptor() ([]byte, []int) {
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *StockEntry) GetLedgerId() int64 {
+	if x != nil {
+		return x.LedgerId
+	}
+	return 0
+}
+
+func (x *StockEntry) GetEntryId() int64 {
+	if x != nil {
+		return x.EntryId
+	}
+	return 0
+}
+
+func (x *StockEntry) GetPublishTimeMs() uint64 {
+	if x != nil {
+		return x.PublishTimeMs
+	}
+	return 0
+}
+
+func (x *StockEntry) GetProducerName() string {
+	if x != nil {
+		return x.ProducerName
+	}
+	return ""
+}
+
+func (x *StockEntry) GetSequenceId() int64 {
+	if x != nil {
+		return x.SequenceId
+	}
+	return 0
+}
+
 // The topic created.
 type CreateTopicResponse struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1321,7 +1560,7 @@ type CreateTopicResponse struct {
 
 func (x *CreateTopicResponse) Reset() {
 	*x = CreateTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[4]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1333,7 +1572,7 @@ func (x *CreateTopicResponse) String() string {
 func (*CreateTopicResponse) ProtoMessage() {}
 
 func (x *CreateTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[4]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1346,7 +1585,7 @@ func (x *CreateTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CreateTopicResponse.ProtoReflect.Descriptor instead.
 func (*CreateTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{4}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *CreateTopicResponse) GetTopic() *Topic {
@@ -1367,7 +1606,7 @@ type DeleteTopicRequest struct {
 
 func (x *DeleteTopicRequest) Reset() {
 	*x = DeleteTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[5]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1379,7 +1618,7 @@ func (x *DeleteTopicRequest) String() string {
 func (*DeleteTopicRequest) ProtoMessage() {}
 
 func (x *DeleteTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[5]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1392,7 +1631,7 @@ func (x *DeleteTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTopicRequest.ProtoReflect.Descriptor instead.
 func (*DeleteTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{5}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *DeleteTopicRequest) GetTopic() string {
@@ -1411,7 +1650,7 @@ type DeleteTopicResponse struct {
 
 func (x *DeleteTopicResponse) Reset() {
 	*x = DeleteTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[6]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1423,7 +1662,7 @@ func (x *DeleteTopicResponse) String() string {
 func (*DeleteTopicResponse) ProtoMessage() {}
 
 func (x *DeleteTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[6]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1436,7 +1675,7 @@ func (x *DeleteTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteTopicResponse.ProtoReflect.Descriptor instead.
 func (*DeleteTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{6}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{9}
 }
 
 // A page of topics.
@@ -1452,7 +1691,7 @@ type ListTopicsRequest struct {
 
 func (x *ListTopicsRequest) Reset() {
 	*x = ListTopicsRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[7]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1464,7 +1703,7 @@ func (x *ListTopicsRequest) String() string {
 func (*ListTopicsRequest) ProtoMessage() {}
 
 func (x *ListTopicsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[7]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1477,7 +1716,7 @@ func (x *ListTopicsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTopicsRequest.ProtoReflect.Descriptor instead.
 func (*ListTopicsRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{7}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListTopicsRequest) GetAfter() string {
@@ -1507,7 +1746,7 @@ type ListTopicsResponse struct {
 
 func (x *ListTopicsResponse) Reset() {
 	*x = ListTopicsResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[8]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1519,7 +1758,7 @@ func (x *ListTopicsResponse) String() string {
 func (*ListTopicsResponse) ProtoMessage() {}
 
 func (x *ListTopicsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[8]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1532,7 +1771,7 @@ func (x *ListTopicsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListTopicsResponse.ProtoReflect.Descriptor instead.
 func (*ListTopicsResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{8}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *ListTopicsResponse) GetTopics() []*Topic {
@@ -1560,7 +1799,7 @@ type GetTopicRequest struct {
 
 func (x *GetTopicRequest) Reset() {
 	*x = GetTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[9]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1572,7 +1811,7 @@ func (x *GetTopicRequest) String() string {
 func (*GetTopicRequest) ProtoMessage() {}
 
 func (x *GetTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[9]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1585,7 +1824,7 @@ func (x *GetTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopicRequest.ProtoReflect.Descriptor instead.
 func (*GetTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{9}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *GetTopicRequest) GetTopic() string {
@@ -1606,7 +1845,7 @@ type GetTopicResponse struct {
 
 func (x *GetTopicResponse) Reset() {
 	*x = GetTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[10]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1618,7 +1857,7 @@ func (x *GetTopicResponse) String() string {
 func (*GetTopicResponse) ProtoMessage() {}
 
 func (x *GetTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[10]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1631,7 +1870,7 @@ func (x *GetTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopicResponse.ProtoReflect.Descriptor instead.
 func (*GetTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{10}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *GetTopicResponse) GetTopic() *Topic {
@@ -1654,7 +1893,7 @@ type SetTopicPolicyRequest struct {
 
 func (x *SetTopicPolicyRequest) Reset() {
 	*x = SetTopicPolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[11]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1666,7 +1905,7 @@ func (x *SetTopicPolicyRequest) String() string {
 func (*SetTopicPolicyRequest) ProtoMessage() {}
 
 func (x *SetTopicPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[11]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1679,7 +1918,7 @@ func (x *SetTopicPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetTopicPolicyRequest.ProtoReflect.Descriptor instead.
 func (*SetTopicPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{11}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *SetTopicPolicyRequest) GetTopic() string {
@@ -1707,7 +1946,7 @@ type SetTopicPolicyResponse struct {
 
 func (x *SetTopicPolicyResponse) Reset() {
 	*x = SetTopicPolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[12]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1719,7 +1958,7 @@ func (x *SetTopicPolicyResponse) String() string {
 func (*SetTopicPolicyResponse) ProtoMessage() {}
 
 func (x *SetTopicPolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[12]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1732,7 +1971,7 @@ func (x *SetTopicPolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetTopicPolicyResponse.ProtoReflect.Descriptor instead.
 func (*SetTopicPolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{12}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *SetTopicPolicyResponse) GetTopic() *Topic {
@@ -1753,7 +1992,7 @@ type GetTopicPolicyRequest struct {
 
 func (x *GetTopicPolicyRequest) Reset() {
 	*x = GetTopicPolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[13]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1765,7 +2004,7 @@ func (x *GetTopicPolicyRequest) String() string {
 func (*GetTopicPolicyRequest) ProtoMessage() {}
 
 func (x *GetTopicPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[13]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1778,7 +2017,7 @@ func (x *GetTopicPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopicPolicyRequest.ProtoReflect.Descriptor instead.
 func (*GetTopicPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{13}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GetTopicPolicyRequest) GetTopic() string {
@@ -1801,7 +2040,7 @@ type GetTopicPolicyResponse struct {
 
 func (x *GetTopicPolicyResponse) Reset() {
 	*x = GetTopicPolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[14]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1813,7 +2052,7 @@ func (x *GetTopicPolicyResponse) String() string {
 func (*GetTopicPolicyResponse) ProtoMessage() {}
 
 func (x *GetTopicPolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[14]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1826,7 +2065,7 @@ func (x *GetTopicPolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetTopicPolicyResponse.ProtoReflect.Descriptor instead.
 func (*GetTopicPolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{14}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GetTopicPolicyResponse) GetPolicy() *TopicPolicy {
@@ -1856,7 +2095,7 @@ type RemoveTopicPolicyRequest struct {
 
 func (x *RemoveTopicPolicyRequest) Reset() {
 	*x = RemoveTopicPolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[15]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1868,7 +2107,7 @@ func (x *RemoveTopicPolicyRequest) String() string {
 func (*RemoveTopicPolicyRequest) ProtoMessage() {}
 
 func (x *RemoveTopicPolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[15]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1881,7 +2120,7 @@ func (x *RemoveTopicPolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveTopicPolicyRequest.ProtoReflect.Descriptor instead.
 func (*RemoveTopicPolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{15}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RemoveTopicPolicyRequest) GetTopic() string {
@@ -1909,7 +2148,7 @@ type RemoveTopicPolicyResponse struct {
 
 func (x *RemoveTopicPolicyResponse) Reset() {
 	*x = RemoveTopicPolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[16]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1921,7 +2160,7 @@ func (x *RemoveTopicPolicyResponse) String() string {
 func (*RemoveTopicPolicyResponse) ProtoMessage() {}
 
 func (x *RemoveTopicPolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[16]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1934,7 +2173,7 @@ func (x *RemoveTopicPolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveTopicPolicyResponse.ProtoReflect.Descriptor instead.
 func (*RemoveTopicPolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{16}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RemoveTopicPolicyResponse) GetTopic() *Topic {
@@ -1960,7 +2199,7 @@ type SetNamespacePolicyRequest struct {
 
 func (x *SetNamespacePolicyRequest) Reset() {
 	*x = SetNamespacePolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[17]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1972,7 +2211,7 @@ func (x *SetNamespacePolicyRequest) String() string {
 func (*SetNamespacePolicyRequest) ProtoMessage() {}
 
 func (x *SetNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[17]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1985,7 +2224,7 @@ func (x *SetNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNamespacePolicyRequest.ProtoReflect.Descriptor instead.
 func (*SetNamespacePolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{17}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *SetNamespacePolicyRequest) GetNamespace() string {
@@ -2022,7 +2261,7 @@ type SetNamespacePolicyResponse struct {
 
 func (x *SetNamespacePolicyResponse) Reset() {
 	*x = SetNamespacePolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[18]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2034,7 +2273,7 @@ func (x *SetNamespacePolicyResponse) String() string {
 func (*SetNamespacePolicyResponse) ProtoMessage() {}
 
 func (x *SetNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[18]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2047,7 +2286,7 @@ func (x *SetNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetNamespacePolicyResponse.ProtoReflect.Descriptor instead.
 func (*SetNamespacePolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{18}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *SetNamespacePolicyResponse) GetPolicy() *TopicPolicy {
@@ -2075,7 +2314,7 @@ type GetNamespacePolicyRequest struct {
 
 func (x *GetNamespacePolicyRequest) Reset() {
 	*x = GetNamespacePolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[19]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2087,7 +2326,7 @@ func (x *GetNamespacePolicyRequest) String() string {
 func (*GetNamespacePolicyRequest) ProtoMessage() {}
 
 func (x *GetNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[19]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2100,7 +2339,7 @@ func (x *GetNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNamespacePolicyRequest.ProtoReflect.Descriptor instead.
 func (*GetNamespacePolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{19}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetNamespacePolicyRequest) GetNamespace() string {
@@ -2123,7 +2362,7 @@ type GetNamespacePolicyResponse struct {
 
 func (x *GetNamespacePolicyResponse) Reset() {
 	*x = GetNamespacePolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[20]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2135,7 +2374,7 @@ func (x *GetNamespacePolicyResponse) String() string {
 func (*GetNamespacePolicyResponse) ProtoMessage() {}
 
 func (x *GetNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[20]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2148,7 +2387,7 @@ func (x *GetNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetNamespacePolicyResponse.ProtoReflect.Descriptor instead.
 func (*GetNamespacePolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{20}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetNamespacePolicyResponse) GetPolicy() *TopicPolicy {
@@ -2180,7 +2419,7 @@ type RemoveNamespacePolicyRequest struct {
 
 func (x *RemoveNamespacePolicyRequest) Reset() {
 	*x = RemoveNamespacePolicyRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[21]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2192,7 +2431,7 @@ func (x *RemoveNamespacePolicyRequest) String() string {
 func (*RemoveNamespacePolicyRequest) ProtoMessage() {}
 
 func (x *RemoveNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[21]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2205,7 +2444,7 @@ func (x *RemoveNamespacePolicyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveNamespacePolicyRequest.ProtoReflect.Descriptor instead.
 func (*RemoveNamespacePolicyRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{21}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *RemoveNamespacePolicyRequest) GetNamespace() string {
@@ -2242,7 +2481,7 @@ type RemoveNamespacePolicyResponse struct {
 
 func (x *RemoveNamespacePolicyResponse) Reset() {
 	*x = RemoveNamespacePolicyResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[22]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2254,7 +2493,7 @@ func (x *RemoveNamespacePolicyResponse) String() string {
 func (*RemoveNamespacePolicyResponse) ProtoMessage() {}
 
 func (x *RemoveNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[22]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2267,7 +2506,7 @@ func (x *RemoveNamespacePolicyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveNamespacePolicyResponse.ProtoReflect.Descriptor instead.
 func (*RemoveNamespacePolicyResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{22}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *RemoveNamespacePolicyResponse) GetPolicy() *TopicPolicy {
@@ -2299,7 +2538,7 @@ type ListProducersRequest struct {
 
 func (x *ListProducersRequest) Reset() {
 	*x = ListProducersRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[23]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2311,7 +2550,7 @@ func (x *ListProducersRequest) String() string {
 func (*ListProducersRequest) ProtoMessage() {}
 
 func (x *ListProducersRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[23]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2324,7 +2563,7 @@ func (x *ListProducersRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListProducersRequest.ProtoReflect.Descriptor instead.
 func (*ListProducersRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{23}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *ListProducersRequest) GetTopic() string {
@@ -2363,7 +2602,7 @@ type ListProducersResponse struct {
 
 func (x *ListProducersResponse) Reset() {
 	*x = ListProducersResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[24]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2375,7 +2614,7 @@ func (x *ListProducersResponse) String() string {
 func (*ListProducersResponse) ProtoMessage() {}
 
 func (x *ListProducersResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[24]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2388,7 +2627,7 @@ func (x *ListProducersResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListProducersResponse.ProtoReflect.Descriptor instead.
 func (*ListProducersResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{24}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListProducersResponse) GetProducers() []*Producer {
@@ -2418,7 +2657,7 @@ type GetProducerRequest struct {
 
 func (x *GetProducerRequest) Reset() {
 	*x = GetProducerRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[25]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2430,7 +2669,7 @@ func (x *GetProducerRequest) String() string {
 func (*GetProducerRequest) ProtoMessage() {}
 
 func (x *GetProducerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[25]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2443,7 +2682,7 @@ func (x *GetProducerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProducerRequest.ProtoReflect.Descriptor instead.
 func (*GetProducerRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{25}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetProducerRequest) GetTopic() string {
@@ -2471,7 +2710,7 @@ type GetProducerResponse struct {
 
 func (x *GetProducerResponse) Reset() {
 	*x = GetProducerResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[26]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2483,7 +2722,7 @@ func (x *GetProducerResponse) String() string {
 func (*GetProducerResponse) ProtoMessage() {}
 
 func (x *GetProducerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[26]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2496,7 +2735,7 @@ func (x *GetProducerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetProducerResponse.ProtoReflect.Descriptor instead.
 func (*GetProducerResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{26}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetProducerResponse) GetProducer() *Producer {
@@ -2523,7 +2762,7 @@ type GetMessageStateRequest struct {
 
 func (x *GetMessageStateRequest) Reset() {
 	*x = GetMessageStateRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[27]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2535,7 +2774,7 @@ func (x *GetMessageStateRequest) String() string {
 func (*GetMessageStateRequest) ProtoMessage() {}
 
 func (x *GetMessageStateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[27]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2548,7 +2787,7 @@ func (x *GetMessageStateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMessageStateRequest.ProtoReflect.Descriptor instead.
 func (*GetMessageStateRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{27}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetMessageStateRequest) GetTopic() string {
@@ -2601,7 +2840,7 @@ type GetMessageStateResponse struct {
 
 func (x *GetMessageStateResponse) Reset() {
 	*x = GetMessageStateResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[28]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2613,7 +2852,7 @@ func (x *GetMessageStateResponse) String() string {
 func (*GetMessageStateResponse) ProtoMessage() {}
 
 func (x *GetMessageStateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[28]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2626,7 +2865,7 @@ func (x *GetMessageStateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMessageStateResponse.ProtoReflect.Descriptor instead.
 func (*GetMessageStateResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{28}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetMessageStateResponse) GetState() MessageState {
@@ -2684,7 +2923,7 @@ type ListInFlightRequest struct {
 
 func (x *ListInFlightRequest) Reset() {
 	*x = ListInFlightRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[29]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2696,7 +2935,7 @@ func (x *ListInFlightRequest) String() string {
 func (*ListInFlightRequest) ProtoMessage() {}
 
 func (x *ListInFlightRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[29]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2709,7 +2948,7 @@ func (x *ListInFlightRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInFlightRequest.ProtoReflect.Descriptor instead.
 func (*ListInFlightRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{29}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *ListInFlightRequest) GetTopic() string {
@@ -2743,7 +2982,7 @@ type InFlight struct {
 
 func (x *InFlight) Reset() {
 	*x = InFlight{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[30]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2755,7 +2994,7 @@ func (x *InFlight) String() string {
 func (*InFlight) ProtoMessage() {}
 
 func (x *InFlight) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[30]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2768,7 +3007,7 @@ func (x *InFlight) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InFlight.ProtoReflect.Descriptor instead.
 func (*InFlight) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{30}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *InFlight) GetProducerName() string {
@@ -2813,7 +3052,7 @@ type ListInFlightResponse struct {
 
 func (x *ListInFlightResponse) Reset() {
 	*x = ListInFlightResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[31]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2825,7 +3064,7 @@ func (x *ListInFlightResponse) String() string {
 func (*ListInFlightResponse) ProtoMessage() {}
 
 func (x *ListInFlightResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[31]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2838,7 +3077,7 @@ func (x *ListInFlightResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInFlightResponse.ProtoReflect.Descriptor instead.
 func (*ListInFlightResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{31}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *ListInFlightResponse) GetInFlight() []*InFlight {
@@ -2871,7 +3110,7 @@ type ResetProducerRequest struct {
 
 func (x *ResetProducerRequest) Reset() {
 	*x = ResetProducerRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[32]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2883,7 +3122,7 @@ func (x *ResetProducerRequest) String() string {
 func (*ResetProducerRequest) ProtoMessage() {}
 
 func (x *ResetProducerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[32]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2896,7 +3135,7 @@ func (x *ResetProducerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetProducerRequest.ProtoReflect.Descriptor instead.
 func (*ResetProducerRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{32}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *ResetProducerRequest) GetTopic() string {
@@ -2933,7 +3172,7 @@ type ResetProducerResponse struct {
 
 func (x *ResetProducerResponse) Reset() {
 	*x = ResetProducerResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[33]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2945,7 +3184,7 @@ func (x *ResetProducerResponse) String() string {
 func (*ResetProducerResponse) ProtoMessage() {}
 
 func (x *ResetProducerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[33]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2958,7 +3197,7 @@ func (x *ResetProducerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResetProducerResponse.ProtoReflect.Descriptor instead.
 func (*ResetProducerResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{33}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *ResetProducerResponse) GetProducer() *Producer {
@@ -2986,7 +3225,7 @@ type SnapshotRequest struct {
 
 func (x *SnapshotRequest) Reset() {
 	*x = SnapshotRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[34]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2998,7 +3237,7 @@ func (x *SnapshotRequest) String() string {
 func (*SnapshotRequest) ProtoMessage() {}
 
 func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[34]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3011,7 +3250,7 @@ func (x *SnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotRequest.ProtoReflect.Descriptor instead.
 func (*SnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{34}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *SnapshotRequest) GetTopic() string {
@@ -3032,7 +3271,7 @@ type SnapshotResponse struct {
 
 func (x *SnapshotResponse) Reset() {
 	*x = SnapshotResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[35]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3044,7 +3283,7 @@ func (x *SnapshotResponse) String() string {
 func (*SnapshotResponse) ProtoMessage() {}
 
 func (x *SnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[35]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3057,7 +3296,7 @@ func (x *SnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotResponse.ProtoReflect.Descriptor instead.
 func (*SnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{35}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *SnapshotResponse) GetPosition() *Position {
@@ -3078,7 +3317,7 @@ type ExportWatermarksRequest struct {
 
 func (x *ExportWatermarksRequest) Reset() {
 	*x = ExportWatermarksRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[36]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3090,7 +3329,7 @@ func (x *ExportWatermarksRequest) String() string {
 func (*ExportWatermarksRequest) ProtoMessage() {}
 
 func (x *ExportWatermarksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[36]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3103,7 +3342,7 @@ func (x *ExportWatermarksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportWatermarksRequest.ProtoReflect.Descriptor instead.
 func (*ExportWatermarksRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{36}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ExportWatermarksRequest) GetTopic() string {
@@ -3128,7 +3367,7 @@ type ExportWatermarksResponse struct {
 
 func (x *ExportWatermarksResponse) Reset() {
 	*x = ExportWatermarksResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[37]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3140,7 +3379,7 @@ func (x *ExportWatermarksResponse) String() string {
 func (*ExportWatermarksResponse) ProtoMessage() {}
 
 func (x *ExportWatermarksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[37]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3153,7 +3392,7 @@ func (x *ExportWatermarksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportWatermarksResponse.ProtoReflect.Descriptor instead.
 func (*ExportWatermarksResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{37}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ExportWatermarksResponse) GetProducerNameOffsets() []int32 {
@@ -3197,7 +3436,7 @@ type ImportWatermarksRequest struct {
 
 func (x *ImportWatermarksRequest) Reset() {
 	*x = ImportWatermarksRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[38]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3209,7 +3448,7 @@ func (x *ImportWatermarksRequest) String() string {
 func (*ImportWatermarksRequest) ProtoMessage() {}
 
 func (x *ImportWatermarksRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[38]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3222,7 +3461,7 @@ func (x *ImportWatermarksRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportWatermarksRequest.ProtoReflect.Descriptor instead.
 func (*ImportWatermarksRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{38}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ImportWatermarksRequest) GetTopic() string {
@@ -3271,7 +3510,7 @@ type ImportWatermarksResponse struct {
 
 func (x *ImportWatermarksResponse) Reset() {
 	*x = ImportWatermarksResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[39]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3283,7 +3522,7 @@ func (x *ImportWatermarksResponse) String() string {
 func (*ImportWatermarksResponse) ProtoMessage() {}
 
 func (x *ImportWatermarksResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[39]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3296,7 +3535,7 @@ func (x *ImportWatermarksResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportWatermarksResponse.ProtoReflect.Descriptor instead.
 func (*ImportWatermarksResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{39}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ImportWatermarksResponse) GetProducers() int64 {
@@ -3324,7 +3563,7 @@ type ImportWindowRequest struct {
 
 func (x *ImportWindowRequest) Reset() {
 	*x = ImportWindowRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[40]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3336,7 +3575,7 @@ func (x *ImportWindowRequest) String() string {
 func (*ImportWindowRequest) ProtoMessage() {}
 
 func (x *ImportWindowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[40]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3349,7 +3588,7 @@ func (x *ImportWindowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportWindowRequest.ProtoReflect.Descriptor instead.
 func (*ImportWindowRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{40}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ImportWindowRequest) GetTopic() string {
@@ -3391,7 +3630,7 @@ type ImportWindowResponse struct {
 
 func (x *ImportWindowResponse) Reset() {
 	*x = ImportWindowResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[41]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3403,7 +3642,7 @@ func (x *ImportWindowResponse) String() string {
 func (*ImportWindowResponse) ProtoMessage() {}
 
 func (x *ImportWindowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[41]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3416,7 +3655,7 @@ func (x *ImportWindowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportWindowResponse.ProtoReflect.Descriptor instead.
 func (*ImportWindowResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{41}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *ImportWindowResponse) GetIds() int64 {
@@ -3453,7 +3692,7 @@ type SnapshotHead struct {
 
 func (x *SnapshotHead) Reset() {
 	*x = SnapshotHead{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[42]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3465,7 +3704,7 @@ func (x *SnapshotHead) String() string {
 func (*SnapshotHead) ProtoMessage() {}
 
 func (x *SnapshotHead) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[42]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3478,7 +3717,7 @@ func (x *SnapshotHead) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotHead.ProtoReflect.Descriptor instead.
 func (*SnapshotHead) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{42}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *SnapshotHead) GetTopic() string {
@@ -3559,7 +3798,7 @@ type SnapshotPart struct {
 
 func (x *SnapshotPart) Reset() {
 	*x = SnapshotPart{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[43]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3571,7 +3810,7 @@ func (x *SnapshotPart) String() string {
 func (*SnapshotPart) ProtoMessage() {}
 
 func (x *SnapshotPart) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[43]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3584,7 +3823,7 @@ func (x *SnapshotPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SnapshotPart.ProtoReflect.Descriptor instead.
 func (*SnapshotPart) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{43}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *SnapshotPart) GetHead() *SnapshotHead {
@@ -3640,7 +3879,7 @@ type ExportSnapshotRequest struct {
 
 func (x *ExportSnapshotRequest) Reset() {
 	*x = ExportSnapshotRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[44]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3652,7 +3891,7 @@ func (x *ExportSnapshotRequest) String() string {
 func (*ExportSnapshotRequest) ProtoMessage() {}
 
 func (x *ExportSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[44]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3665,7 +3904,7 @@ func (x *ExportSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*ExportSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{44}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ExportSnapshotRequest) GetTopic() string {
@@ -3686,7 +3925,7 @@ type ExportSnapshotResponse struct {
 
 func (x *ExportSnapshotResponse) Reset() {
 	*x = ExportSnapshotResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[45]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3698,7 +3937,7 @@ func (x *ExportSnapshotResponse) String() string {
 func (*ExportSnapshotResponse) ProtoMessage() {}
 
 func (x *ExportSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[45]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3711,7 +3950,7 @@ func (x *ExportSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExportSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*ExportSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{45}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ExportSnapshotResponse) GetPart() *SnapshotPart {
@@ -3734,7 +3973,7 @@ type ImportSnapshotRequest struct {
 
 func (x *ImportSnapshotRequest) Reset() {
 	*x = ImportSnapshotRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[46]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3746,7 +3985,7 @@ func (x *ImportSnapshotRequest) String() string {
 func (*ImportSnapshotRequest) ProtoMessage() {}
 
 func (x *ImportSnapshotRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[46]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3759,7 +3998,7 @@ func (x *ImportSnapshotRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportSnapshotRequest.ProtoReflect.Descriptor instead.
 func (*ImportSnapshotRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{46}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *ImportSnapshotRequest) GetTopic() string {
@@ -3787,7 +4026,7 @@ type ImportSnapshotResponse struct {
 
 func (x *ImportSnapshotResponse) Reset() {
 	*x = ImportSnapshotResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[47]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3799,7 +4038,7 @@ func (x *ImportSnapshotResponse) String() string {
 func (*ImportSnapshotResponse) ProtoMessage() {}
 
 func (x *ImportSnapshotResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[47]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3812,7 +4051,7 @@ func (x *ImportSnapshotResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportSnapshotResponse.ProtoReflect.Descriptor instead.
 func (*ImportSnapshotResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{47}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ImportSnapshotResponse) GetTopic() *Topic {
@@ -3833,7 +4072,7 @@ type RebuildTopicRequest struct {
 
 func (x *RebuildTopicRequest) Reset() {
 	*x = RebuildTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[48]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3845,7 +4084,7 @@ func (x *RebuildTopicRequest) String() string {
 func (*RebuildTopicRequest) ProtoMessage() {}
 
 func (x *RebuildTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[48]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3858,7 +4097,7 @@ func (x *RebuildTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebuildTopicRequest.ProtoReflect.Descriptor instead.
 func (*RebuildTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{48}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *RebuildTopicRequest) GetTopic() string {
@@ -3879,7 +4118,7 @@ type RebuildTopicResponse struct {
 
 func (x *RebuildTopicResponse) Reset() {
 	*x = RebuildTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[49]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3891,7 +4130,7 @@ func (x *RebuildTopicResponse) String() string {
 func (*RebuildTopicResponse) ProtoMessage() {}
 
 func (x *RebuildTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[49]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3904,7 +4143,7 @@ func (x *RebuildTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebuildTopicResponse.ProtoReflect.Descriptor instead.
 func (*RebuildTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{49}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *RebuildTopicResponse) GetTopic() *Topic {
@@ -3923,7 +4162,7 @@ type ListSidecarsRequest struct {
 
 func (x *ListSidecarsRequest) Reset() {
 	*x = ListSidecarsRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[50]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3935,7 +4174,7 @@ func (x *ListSidecarsRequest) String() string {
 func (*ListSidecarsRequest) ProtoMessage() {}
 
 func (x *ListSidecarsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[50]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3948,7 +4187,7 @@ func (x *ListSidecarsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSidecarsRequest.ProtoReflect.Descriptor instead.
 func (*ListSidecarsRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{50}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{53}
 }
 
 // The sidecars.
@@ -3962,7 +4201,7 @@ type ListSidecarsResponse struct {
 
 func (x *ListSidecarsResponse) Reset() {
 	*x = ListSidecarsResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[51]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3974,7 +4213,7 @@ func (x *ListSidecarsResponse) String() string {
 func (*ListSidecarsResponse) ProtoMessage() {}
 
 func (x *ListSidecarsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[51]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3987,7 +4226,7 @@ func (x *ListSidecarsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSidecarsResponse.ProtoReflect.Descriptor instead.
 func (*ListSidecarsResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{51}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ListSidecarsResponse) GetSidecars() []*ClusterSidecar {
@@ -4023,7 +4262,7 @@ type ClusterSidecar struct {
 
 func (x *ClusterSidecar) Reset() {
 	*x = ClusterSidecar{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[52]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4035,7 +4274,7 @@ func (x *ClusterSidecar) String() string {
 func (*ClusterSidecar) ProtoMessage() {}
 
 func (x *ClusterSidecar) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[52]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4048,7 +4287,7 @@ func (x *ClusterSidecar) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ClusterSidecar.ProtoReflect.Descriptor instead.
 func (*ClusterSidecar) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{52}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *ClusterSidecar) GetName() string {
@@ -4118,7 +4357,7 @@ type ForgetSidecarRequest struct {
 
 func (x *ForgetSidecarRequest) Reset() {
 	*x = ForgetSidecarRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[53]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4130,7 +4369,7 @@ func (x *ForgetSidecarRequest) String() string {
 func (*ForgetSidecarRequest) ProtoMessage() {}
 
 func (x *ForgetSidecarRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[53]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4143,7 +4382,7 @@ func (x *ForgetSidecarRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetSidecarRequest.ProtoReflect.Descriptor instead.
 func (*ForgetSidecarRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{53}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ForgetSidecarRequest) GetName() string {
@@ -4164,7 +4403,7 @@ type ForgetSidecarResponse struct {
 
 func (x *ForgetSidecarResponse) Reset() {
 	*x = ForgetSidecarResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[54]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4176,7 +4415,7 @@ func (x *ForgetSidecarResponse) String() string {
 func (*ForgetSidecarResponse) ProtoMessage() {}
 
 func (x *ForgetSidecarResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[54]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4189,7 +4428,7 @@ func (x *ForgetSidecarResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ForgetSidecarResponse.ProtoReflect.Descriptor instead.
 func (*ForgetSidecarResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{54}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ForgetSidecarResponse) GetTopics() []string {
@@ -4212,7 +4451,7 @@ type MoveTopicRequest struct {
 
 func (x *MoveTopicRequest) Reset() {
 	*x = MoveTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[55]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4224,7 +4463,7 @@ func (x *MoveTopicRequest) String() string {
 func (*MoveTopicRequest) ProtoMessage() {}
 
 func (x *MoveTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[55]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4237,7 +4476,7 @@ func (x *MoveTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveTopicRequest.ProtoReflect.Descriptor instead.
 func (*MoveTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{55}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *MoveTopicRequest) GetTopic() string {
@@ -4265,7 +4504,7 @@ type MoveTopicResponse struct {
 
 func (x *MoveTopicResponse) Reset() {
 	*x = MoveTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[56]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4277,7 +4516,7 @@ func (x *MoveTopicResponse) String() string {
 func (*MoveTopicResponse) ProtoMessage() {}
 
 func (x *MoveTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[56]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4290,7 +4529,7 @@ func (x *MoveTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MoveTopicResponse.ProtoReflect.Descriptor instead.
 func (*MoveTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{56}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *MoveTopicResponse) GetOwnerAddress() string {
@@ -4311,7 +4550,7 @@ type TakeTopicRequest struct {
 
 func (x *TakeTopicRequest) Reset() {
 	*x = TakeTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[57]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4323,7 +4562,7 @@ func (x *TakeTopicRequest) String() string {
 func (*TakeTopicRequest) ProtoMessage() {}
 
 func (x *TakeTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[57]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4336,7 +4575,7 @@ func (x *TakeTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeTopicRequest.ProtoReflect.Descriptor instead.
 func (*TakeTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{57}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *TakeTopicRequest) GetTopic() string {
@@ -4355,7 +4594,7 @@ type TakeTopicResponse struct {
 
 func (x *TakeTopicResponse) Reset() {
 	*x = TakeTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[58]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4367,7 +4606,7 @@ func (x *TakeTopicResponse) String() string {
 func (*TakeTopicResponse) ProtoMessage() {}
 
 func (x *TakeTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[58]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4380,7 +4619,7 @@ func (x *TakeTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TakeTopicResponse.ProtoReflect.Descriptor instead.
 func (*TakeTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{58}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{61}
 }
 
 // The identity of a topic that is moved.
@@ -4402,7 +4641,7 @@ type MovedTopic struct {
 
 func (x *MovedTopic) Reset() {
 	*x = MovedTopic{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[59]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4414,7 +4653,7 @@ func (x *MovedTopic) String() string {
 func (*MovedTopic) ProtoMessage() {}
 
 func (x *MovedTopic) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[59]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4427,7 +4666,7 @@ func (x *MovedTopic) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MovedTopic.ProtoReflect.Descriptor instead.
 func (*MovedTopic) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{59}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *MovedTopic) GetTopic() string {
@@ -4480,7 +4719,7 @@ type LogPart struct {
 
 func (x *LogPart) Reset() {
 	*x = LogPart{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[60]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4492,7 +4731,7 @@ func (x *LogPart) String() string {
 func (*LogPart) ProtoMessage() {}
 
 func (x *LogPart) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[60]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4505,7 +4744,7 @@ func (x *LogPart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LogPart.ProtoReflect.Descriptor instead.
 func (*LogPart) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{60}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *LogPart) GetBaseIndex() int64 {
@@ -4551,7 +4790,7 @@ type ReceiveTopicRequest struct {
 
 func (x *ReceiveTopicRequest) Reset() {
 	*x = ReceiveTopicRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[61]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4563,7 +4802,7 @@ func (x *ReceiveTopicRequest) String() string {
 func (*ReceiveTopicRequest) ProtoMessage() {}
 
 func (x *ReceiveTopicRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[61]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4576,7 +4815,7 @@ func (x *ReceiveTopicRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReceiveTopicRequest.ProtoReflect.Descriptor instead.
 func (*ReceiveTopicRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{61}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *ReceiveTopicRequest) GetHead() *MovedTopic {
@@ -4625,7 +4864,7 @@ type MovedEnd struct {
 
 func (x *MovedEnd) Reset() {
 	*x = MovedEnd{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[62]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4637,7 +4876,7 @@ func (x *MovedEnd) String() string {
 func (*MovedEnd) ProtoMessage() {}
 
 func (x *MovedEnd) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[62]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4650,7 +4889,7 @@ func (x *MovedEnd) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MovedEnd.ProtoReflect.Descriptor instead.
 func (*MovedEnd) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{62}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *MovedEnd) GetNextIndex() int64 {
@@ -4674,7 +4913,7 @@ type ReceiveTopicResponse struct {
 
 func (x *ReceiveTopicResponse) Reset() {
 	*x = ReceiveTopicResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[63]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4686,7 +4925,7 @@ func (x *ReceiveTopicResponse) String() string {
 func (*ReceiveTopicResponse) ProtoMessage() {}
 
 func (x *ReceiveTopicResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[63]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4699,7 +4938,7 @@ func (x *ReceiveTopicResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReceiveTopicResponse.ProtoReflect.Descriptor instead.
 func (*ReceiveTopicResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{63}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ReceiveTopicResponse) GetReceiver() []byte {
@@ -4733,7 +4972,7 @@ type SettleMoveRequest struct {
 
 func (x *SettleMoveRequest) Reset() {
 	*x = SettleMoveRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[64]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4745,7 +4984,7 @@ func (x *SettleMoveRequest) String() string {
 func (*SettleMoveRequest) ProtoMessage() {}
 
 func (x *SettleMoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[64]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4758,7 +4997,7 @@ func (x *SettleMoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SettleMoveRequest.ProtoReflect.Descriptor instead.
 func (*SettleMoveRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{64}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *SettleMoveRequest) GetTopic() string {
@@ -4804,7 +5043,7 @@ type SettleMoveResponse struct {
 
 func (x *SettleMoveResponse) Reset() {
 	*x = SettleMoveResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[65]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4816,7 +5055,7 @@ func (x *SettleMoveResponse) String() string {
 func (*SettleMoveResponse) ProtoMessage() {}
 
 func (x *SettleMoveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[65]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4829,7 +5068,7 @@ func (x *SettleMoveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SettleMoveResponse.ProtoReflect.Descriptor instead.
 func (*SettleMoveResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{65}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *SettleMoveResponse) GetHasIt() bool {
@@ -4855,7 +5094,7 @@ type GetShardsRequest struct {
 
 func (x *GetShardsRequest) Reset() {
 	*x = GetShardsRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[66]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4867,7 +5106,7 @@ func (x *GetShardsRequest) String() string {
 func (*GetShardsRequest) ProtoMessage() {}
 
 func (x *GetShardsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[66]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4880,7 +5119,7 @@ func (x *GetShardsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetShardsRequest.ProtoReflect.Descriptor instead.
 func (*GetShardsRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{66}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{69}
 }
 
 // The shards and state of a process.
@@ -4902,7 +5141,7 @@ type GetShardsResponse struct {
 
 func (x *GetShardsResponse) Reset() {
 	*x = GetShardsResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[67]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4914,7 +5153,7 @@ func (x *GetShardsResponse) String() string {
 func (*GetShardsResponse) ProtoMessage() {}
 
 func (x *GetShardsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[67]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4927,7 +5166,7 @@ func (x *GetShardsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetShardsResponse.ProtoReflect.Descriptor instead.
 func (*GetShardsResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{67}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *GetShardsResponse) GetClusterId() string {
@@ -4974,7 +5213,7 @@ type GetVersionRequest struct {
 
 func (x *GetVersionRequest) Reset() {
 	*x = GetVersionRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[68]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4986,7 +5225,7 @@ func (x *GetVersionRequest) String() string {
 func (*GetVersionRequest) ProtoMessage() {}
 
 func (x *GetVersionRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[68]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4999,7 +5238,7 @@ func (x *GetVersionRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVersionRequest.ProtoReflect.Descriptor instead.
 func (*GetVersionRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{68}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{71}
 }
 
 // The version.
@@ -5026,7 +5265,7 @@ type GetVersionResponse struct {
 
 func (x *GetVersionResponse) Reset() {
 	*x = GetVersionResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[69]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5038,7 +5277,7 @@ func (x *GetVersionResponse) String() string {
 func (*GetVersionResponse) ProtoMessage() {}
 
 func (x *GetVersionResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[69]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5051,7 +5290,7 @@ func (x *GetVersionResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetVersionResponse.ProtoReflect.Descriptor instead.
 func (*GetVersionResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{69}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *GetVersionResponse) GetVersion() string {
@@ -5122,7 +5361,7 @@ type GetStatisticsRequest struct {
 
 func (x *GetStatisticsRequest) Reset() {
 	*x = GetStatisticsRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[70]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5134,7 +5373,7 @@ func (x *GetStatisticsRequest) String() string {
 func (*GetStatisticsRequest) ProtoMessage() {}
 
 func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[70]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5147,7 +5386,7 @@ func (x *GetStatisticsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsRequest.ProtoReflect.Descriptor instead.
 func (*GetStatisticsRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{70}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *GetStatisticsRequest) GetSearch() string {
@@ -5218,7 +5457,7 @@ type GetStatisticsResponse struct {
 
 func (x *GetStatisticsResponse) Reset() {
 	*x = GetStatisticsResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[71]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5230,7 +5469,7 @@ func (x *GetStatisticsResponse) String() string {
 func (*GetStatisticsResponse) ProtoMessage() {}
 
 func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[71]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5243,7 +5482,7 @@ func (x *GetStatisticsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetStatisticsResponse.ProtoReflect.Descriptor instead.
 func (*GetStatisticsResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{71}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *GetStatisticsResponse) GetVersion() string {
@@ -5351,7 +5590,7 @@ type Activity struct {
 
 func (x *Activity) Reset() {
 	*x = Activity{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[72]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5363,7 +5602,7 @@ func (x *Activity) String() string {
 func (*Activity) ProtoMessage() {}
 
 func (x *Activity) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[72]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5376,7 +5615,7 @@ func (x *Activity) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Activity.ProtoReflect.Descriptor instead.
 func (*Activity) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{72}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *Activity) GetNotDup() []int64 {
@@ -5427,7 +5666,7 @@ type ReasonCount struct {
 
 func (x *ReasonCount) Reset() {
 	*x = ReasonCount{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[73]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5439,7 +5678,7 @@ func (x *ReasonCount) String() string {
 func (*ReasonCount) ProtoMessage() {}
 
 func (x *ReasonCount) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[73]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5452,7 +5691,7 @@ func (x *ReasonCount) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ReasonCount.ProtoReflect.Descriptor instead.
 func (*ReasonCount) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{73}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{76}
 }
 
 func (x *ReasonCount) GetReason() string {
@@ -5482,7 +5721,7 @@ type StateCount struct {
 
 func (x *StateCount) Reset() {
 	*x = StateCount{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[74]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[77]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5494,7 +5733,7 @@ func (x *StateCount) String() string {
 func (*StateCount) ProtoMessage() {}
 
 func (x *StateCount) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[74]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[77]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5507,7 +5746,7 @@ func (x *StateCount) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StateCount.ProtoReflect.Descriptor instead.
 func (*StateCount) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{74}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{77}
 }
 
 func (x *StateCount) GetState() TopicState {
@@ -5542,7 +5781,7 @@ type TopicStatistics struct {
 
 func (x *TopicStatistics) Reset() {
 	*x = TopicStatistics{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[75]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[78]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5554,7 +5793,7 @@ func (x *TopicStatistics) String() string {
 func (*TopicStatistics) ProtoMessage() {}
 
 func (x *TopicStatistics) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[75]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[78]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5567,7 +5806,7 @@ func (x *TopicStatistics) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TopicStatistics.ProtoReflect.Descriptor instead.
 func (*TopicStatistics) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{75}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{78}
 }
 
 func (x *TopicStatistics) GetTopic() *Topic {
@@ -5614,7 +5853,7 @@ type Warning struct {
 
 func (x *Warning) Reset() {
 	*x = Warning{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[76]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[79]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5626,7 +5865,7 @@ func (x *Warning) String() string {
 func (*Warning) ProtoMessage() {}
 
 func (x *Warning) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[76]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[79]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5639,7 +5878,7 @@ func (x *Warning) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Warning.ProtoReflect.Descriptor instead.
 func (*Warning) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{76}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{79}
 }
 
 func (x *Warning) GetTimeMs() int64 {
@@ -5674,7 +5913,7 @@ type BackupRequest struct {
 
 func (x *BackupRequest) Reset() {
 	*x = BackupRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[77]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5686,7 +5925,7 @@ func (x *BackupRequest) String() string {
 func (*BackupRequest) ProtoMessage() {}
 
 func (x *BackupRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[77]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5699,7 +5938,7 @@ func (x *BackupRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BackupRequest.ProtoReflect.Descriptor instead.
 func (*BackupRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{77}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{80}
 }
 
 func (x *BackupRequest) GetName() string {
@@ -5733,7 +5972,7 @@ type BackupResponse struct {
 
 func (x *BackupResponse) Reset() {
 	*x = BackupResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[78]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[81]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5745,7 +5984,7 @@ func (x *BackupResponse) String() string {
 func (*BackupResponse) ProtoMessage() {}
 
 func (x *BackupResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[78]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[81]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5758,7 +5997,7 @@ func (x *BackupResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BackupResponse.ProtoReflect.Descriptor instead.
 func (*BackupResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{78}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{81}
 }
 
 func (x *BackupResponse) GetBytes() int64 {
@@ -5821,7 +6060,7 @@ type ConfirmBackupRequest struct {
 
 func (x *ConfirmBackupRequest) Reset() {
 	*x = ConfirmBackupRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[79]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5833,7 +6072,7 @@ func (x *ConfirmBackupRequest) String() string {
 func (*ConfirmBackupRequest) ProtoMessage() {}
 
 func (x *ConfirmBackupRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[79]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5846,7 +6085,7 @@ func (x *ConfirmBackupRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmBackupRequest.ProtoReflect.Descriptor instead.
 func (*ConfirmBackupRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{79}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *ConfirmBackupRequest) GetMadeAtUs() int64 {
@@ -5865,7 +6104,7 @@ type ConfirmBackupResponse struct {
 
 func (x *ConfirmBackupResponse) Reset() {
 	*x = ConfirmBackupResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[80]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[83]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5877,7 +6116,7 @@ func (x *ConfirmBackupResponse) String() string {
 func (*ConfirmBackupResponse) ProtoMessage() {}
 
 func (x *ConfirmBackupResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[80]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[83]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5890,7 +6129,7 @@ func (x *ConfirmBackupResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmBackupResponse.ProtoReflect.Descriptor instead.
 func (*ConfirmBackupResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{80}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{83}
 }
 
 // A damaged or missing topic.
@@ -5908,7 +6147,7 @@ type BackupFault struct {
 
 func (x *BackupFault) Reset() {
 	*x = BackupFault{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[81]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[84]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5920,7 +6159,7 @@ func (x *BackupFault) String() string {
 func (*BackupFault) ProtoMessage() {}
 
 func (x *BackupFault) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[81]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[84]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5933,7 +6172,7 @@ func (x *BackupFault) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use BackupFault.ProtoReflect.Descriptor instead.
 func (*BackupFault) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{81}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{84}
 }
 
 func (x *BackupFault) GetTopic() string {
@@ -5968,7 +6207,7 @@ type ListCursorsRequest struct {
 
 func (x *ListCursorsRequest) Reset() {
 	*x = ListCursorsRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[82]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[85]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5980,7 +6219,7 @@ func (x *ListCursorsRequest) String() string {
 func (*ListCursorsRequest) ProtoMessage() {}
 
 func (x *ListCursorsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[82]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[85]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5993,7 +6232,7 @@ func (x *ListCursorsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCursorsRequest.ProtoReflect.Descriptor instead.
 func (*ListCursorsRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{82}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{85}
 }
 
 func (x *ListCursorsRequest) GetTopic() string {
@@ -6014,7 +6253,7 @@ type ListCursorsResponse struct {
 
 func (x *ListCursorsResponse) Reset() {
 	*x = ListCursorsResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[83]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[86]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6026,7 +6265,7 @@ func (x *ListCursorsResponse) String() string {
 func (*ListCursorsResponse) ProtoMessage() {}
 
 func (x *ListCursorsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[83]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[86]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6039,7 +6278,7 @@ func (x *ListCursorsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListCursorsResponse.ProtoReflect.Descriptor instead.
 func (*ListCursorsResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{83}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{86}
 }
 
 func (x *ListCursorsResponse) GetCursors() []*TopicCursor {
@@ -6067,7 +6306,7 @@ type TopicCursor struct {
 
 func (x *TopicCursor) Reset() {
 	*x = TopicCursor{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[84]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[87]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6079,7 +6318,7 @@ func (x *TopicCursor) String() string {
 func (*TopicCursor) ProtoMessage() {}
 
 func (x *TopicCursor) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[84]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[87]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6092,7 +6331,7 @@ func (x *TopicCursor) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TopicCursor.ProtoReflect.Descriptor instead.
 func (*TopicCursor) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{84}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{87}
 }
 
 func (x *TopicCursor) GetName() string {
@@ -6138,7 +6377,7 @@ type SetCursorHoldRequest struct {
 
 func (x *SetCursorHoldRequest) Reset() {
 	*x = SetCursorHoldRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[85]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[88]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6150,7 +6389,7 @@ func (x *SetCursorHoldRequest) String() string {
 func (*SetCursorHoldRequest) ProtoMessage() {}
 
 func (x *SetCursorHoldRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[85]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[88]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6163,7 +6402,7 @@ func (x *SetCursorHoldRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetCursorHoldRequest.ProtoReflect.Descriptor instead.
 func (*SetCursorHoldRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{85}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{88}
 }
 
 func (x *SetCursorHoldRequest) GetTopic() string {
@@ -6196,7 +6435,7 @@ type SetCursorHoldResponse struct {
 
 func (x *SetCursorHoldResponse) Reset() {
 	*x = SetCursorHoldResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[86]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[89]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6208,7 +6447,7 @@ func (x *SetCursorHoldResponse) String() string {
 func (*SetCursorHoldResponse) ProtoMessage() {}
 
 func (x *SetCursorHoldResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[86]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[89]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6221,7 +6460,7 @@ func (x *SetCursorHoldResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetCursorHoldResponse.ProtoReflect.Descriptor instead.
 func (*SetCursorHoldResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{86}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{89}
 }
 
 // A request to remove a cursor.
@@ -6237,7 +6476,7 @@ type DeleteCursorRequest struct {
 
 func (x *DeleteCursorRequest) Reset() {
 	*x = DeleteCursorRequest{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[87]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[90]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6249,7 +6488,7 @@ func (x *DeleteCursorRequest) String() string {
 func (*DeleteCursorRequest) ProtoMessage() {}
 
 func (x *DeleteCursorRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[87]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[90]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6262,7 +6501,7 @@ func (x *DeleteCursorRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCursorRequest.ProtoReflect.Descriptor instead.
 func (*DeleteCursorRequest) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{87}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{90}
 }
 
 func (x *DeleteCursorRequest) GetTopic() string {
@@ -6288,7 +6527,7 @@ type DeleteCursorResponse struct {
 
 func (x *DeleteCursorResponse) Reset() {
 	*x = DeleteCursorResponse{}
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[88]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[91]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -6300,7 +6539,7 @@ func (x *DeleteCursorResponse) String() string {
 func (*DeleteCursorResponse) ProtoMessage() {}
 
 func (x *DeleteCursorResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_seqdedupe_v1_admin_proto_msgTypes[88]
+	mi := &file_seqdedupe_v1_admin_proto_msgTypes[91]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -6313,7 +6552,7 @@ func (x *DeleteCursorResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeleteCursorResponse.ProtoReflect.Descriptor instead.
 func (*DeleteCursorResponse) Descriptor() ([]byte, []int) {
-	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{88}
+	return file_seqdedupe_v1_admin_proto_rawDescGZIP(), []int{91}
 }
 
 var File_seqdedupe_v1_admin_proto protoreflect.FileDescriptor
@@ -6407,7 +6646,7 @@ const file_seqdedupe_v1_admin_proto_rawDesc = "" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x16\n" +
 	"\x06pushed\x18\x02 \x01(\x10R\x06pushed\x12\x1c\n" +
 	"\tpersisted\x18\x03 \x01(\x10R\tpersisted\x12\x14\n" +
-	"\x05epoch\x18\x04 \x01(\x10R\x05epoch\"\x93\x03\n" +
+	"\x05epoch\x18\x04 \x01(\x10R\x05epoch\"\xd2\x03\n" +
 	"\x12CreateTopicRequest\x12\x14\n" +
 	"\x05topic\x18\x01 \x01(\tR\x05topic\x121\n" +
 	"\x06policy\x18\x02 \x01(\v2\x19.seqdedupe.v1.TopicPolicyR\x06policy\x12\x1e\n" +
@@ -6418,7 +6657,30 @@ const file_seqdedupe_v1_admin_proto_rawDesc = "" +
 	"\x12deduplication_mode\x18\x05 \x01(\x0e2\x1f.seqdedupe.v1.DeduplicationModeR\x11deduplicationMode\x12Q\n" +
 	"\x13deduplication_route\x18\x06 \x01(\x0e2 .seqdedupe.v1.DeduplicationRouteR\x12deduplicationRoute\x12\x16\n" +
 	"\x06schema\x18\a \x01(\tR\x06schema\x12\x1b\n" +
-	"\ttake_over\x18\b \x01(\bR\btakeOver\"@\n" +
+	"\ttake_over\x18\b \x01(\bR\btakeOver\x12=\n" +
+	"\n" +
+	"watermarks\x18\t \x01(\v2\x1d.seqdedupe.v1.StockWatermarksR\n" +
+	"watermarks\"C\n" +
+	"\x0fStockWatermarks\x120\n" +
+	"\x06topics\x18\x01 \x03(\v2\x18.seqdedupe.v1.StockTopicR\x06topics\"\x8b\x02\n" +
+	"\n" +
+	"StockTopic\x12\x14\n" +
+	"\x05topic\x18\x01 \x01(\tR\x05topic\x12\x1d\n" +
+	"\n" +
+	"ledger_ids\x18\x02 \x03(\x03R\tledgerIds\x12%\n" +
+	"\x0eledger_entries\x18\x03 \x03(\x03R\rledgerEntries\x12.\n" +
+	"\x05first\x18\x04 \x01(\v2\x18.seqdedupe.v1.StockEntryR\x05first\x12,\n" +
+	"\x04last\x18\x05 \x01(\v2\x18.seqdedupe.v1.StockEntryR\x04last\x12%\n" +
+	"\x0eproducer_names\x18\x06 \x03(\tR\rproducerNames\x12\x1c\n" +
+	"\tpersisted\x18\a \x03(\x03R\tpersisted\"\xb2\x01\n" +
+	"\n" +
+	"StockEntry\x12\x1b\n" +
+	"\tledger_id\x18\x01 \x01(\x03R\bledgerId\x12\x19\n" +
+	"\bentry_id\x18\x02 \x01(\x03R\aentryId\x12&\n" +
+	"\x0fpublish_time_ms\x18\x03 \x01(\x04R\rpublishTimeMs\x12#\n" +
+	"\rproducer_name\x18\x04 \x01(\tR\fproducerName\x12\x1f\n" +
+	"\vsequence_id\x18\x05 \x01(\x03R\n" +
+	"sequenceId\"@\n" +
 	"\x13CreateTopicResponse\x12)\n" +
 	"\x05topic\x18\x01 \x01(\v2\x13.seqdedupe.v1.TopicR\x05topic\"*\n" +
 	"\x12DeleteTopicRequest\x12\x14\n" +
@@ -6831,7 +7093,7 @@ func file_seqdedupe_v1_admin_proto_rawDescGZIP() []byte {
 }
 
 var file_seqdedupe_v1_admin_proto_enumTypes = make([]protoimpl.EnumInfo, 8)
-var file_seqdedupe_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 89)
+var file_seqdedupe_v1_admin_proto_msgTypes = make([]protoimpl.MessageInfo, 92)
 var file_seqdedupe_v1_admin_proto_goTypes = []any{
 	(TopicState)(0),                       // 0: seqdedupe.v1.TopicState
 	(OverlapPolicy)(0),                    // 1: seqdedupe.v1.OverlapPolicy
@@ -6845,232 +7107,239 @@ var file_seqdedupe_v1_admin_proto_goTypes = []any{
 	(*Topic)(nil),                         // 9: seqdedupe.v1.Topic
 	(*Producer)(nil),                      // 10: seqdedupe.v1.Producer
 	(*CreateTopicRequest)(nil),            // 11: seqdedupe.v1.CreateTopicRequest
-	(*CreateTopicResponse)(nil),           // 12: seqdedupe.v1.CreateTopicResponse
-	(*DeleteTopicRequest)(nil),            // 13: seqdedupe.v1.DeleteTopicRequest
-	(*DeleteTopicResponse)(nil),           // 14: seqdedupe.v1.DeleteTopicResponse
-	(*ListTopicsRequest)(nil),             // 15: seqdedupe.v1.ListTopicsRequest
-	(*ListTopicsResponse)(nil),            // 16: seqdedupe.v1.ListTopicsResponse
-	(*GetTopicRequest)(nil),               // 17: seqdedupe.v1.GetTopicRequest
-	(*GetTopicResponse)(nil),              // 18: seqdedupe.v1.GetTopicResponse
-	(*SetTopicPolicyRequest)(nil),         // 19: seqdedupe.v1.SetTopicPolicyRequest
-	(*SetTopicPolicyResponse)(nil),        // 20: seqdedupe.v1.SetTopicPolicyResponse
-	(*GetTopicPolicyRequest)(nil),         // 21: seqdedupe.v1.GetTopicPolicyRequest
-	(*GetTopicPolicyResponse)(nil),        // 22: seqdedupe.v1.GetTopicPolicyResponse
-	(*RemoveTopicPolicyRequest)(nil),      // 23: seqdedupe.v1.RemoveTopicPolicyRequest
-	(*RemoveTopicPolicyResponse)(nil),     // 24: seqdedupe.v1.RemoveTopicPolicyResponse
-	(*SetNamespacePolicyRequest)(nil),     // 25: seqdedupe.v1.SetNamespacePolicyRequest
-	(*SetNamespacePolicyResponse)(nil),    // 26: seqdedupe.v1.SetNamespacePolicyResponse
-	(*GetNamespacePolicyRequest)(nil),     // 27: seqdedupe.v1.GetNamespacePolicyRequest
-	(*GetNamespacePolicyResponse)(nil),    // 28: seqdedupe.v1.GetNamespacePolicyResponse
-	(*RemoveNamespacePolicyRequest)(nil),  // 29: seqdedupe.v1.RemoveNamespacePolicyRequest
-	(*RemoveNamespacePolicyResponse)(nil), // 30: seqdedupe.v1.RemoveNamespacePolicyResponse
-	(*ListProducersRequest)(nil),          // 31: seqdedupe.v1.ListProducersRequest
-	(*ListProducersResponse)(nil),         // 32: seqdedupe.v1.ListProducersResponse
-	(*GetProducerRequest)(nil),            // 33: seqdedupe.v1.GetProducerRequest
-	(*GetProducerResponse)(nil),           // 34: seqdedupe.v1.GetProducerResponse
-	(*GetMessageStateRequest)(nil),        // 35: seqdedupe.v1.GetMessageStateRequest
-	(*GetMessageStateResponse)(nil),       // 36: seqdedupe.v1.GetMessageStateResponse
-	(*ListInFlightRequest)(nil),           // 37: seqdedupe.v1.ListInFlightRequest
-	(*InFlight)(nil),                      // 38: seqdedupe.v1.InFlight
-	(*ListInFlightResponse)(nil),          // 39: seqdedupe.v1.ListInFlightResponse
-	(*ResetProducerRequest)(nil),          // 40: seqdedupe.v1.ResetProducerRequest
-	(*ResetProducerResponse)(nil),         // 41: seqdedupe.v1.ResetProducerResponse
-	(*SnapshotRequest)(nil),               // 42: seqdedupe.v1.SnapshotRequest
-	(*SnapshotResponse)(nil),              // 43: seqdedupe.v1.SnapshotResponse
-	(*ExportWatermarksRequest)(nil),       // 44: seqdedupe.v1.ExportWatermarksRequest
-	(*ExportWatermarksResponse)(nil),      // 45: seqdedupe.v1.ExportWatermarksResponse
-	(*ImportWatermarksRequest)(nil),       // 46: seqdedupe.v1.ImportWatermarksRequest
-	(*ImportWatermarksResponse)(nil),      // 47: seqdedupe.v1.ImportWatermarksResponse
-	(*ImportWindowRequest)(nil),           // 48: seqdedupe.v1.ImportWindowRequest
-	(*ImportWindowResponse)(nil),          // 49: seqdedupe.v1.ImportWindowResponse
-	(*SnapshotHead)(nil),                  // 50: seqdedupe.v1.SnapshotHead
-	(*SnapshotPart)(nil),                  // 51: seqdedupe.v1.SnapshotPart
-	(*ExportSnapshotRequest)(nil),         // 52: seqdedupe.v1.ExportSnapshotRequest
-	(*ExportSnapshotResponse)(nil),        // 53: seqdedupe.v1.ExportSnapshotResponse
-	(*ImportSnapshotRequest)(nil),         // 54: seqdedupe.v1.ImportSnapshotRequest
-	(*ImportSnapshotResponse)(nil),        // 55: seqdedupe.v1.ImportSnapshotResponse
-	(*RebuildTopicRequest)(nil),           // 56: seqdedupe.v1.RebuildTopicRequest
-	(*RebuildTopicResponse)(nil),          // 57: seqdedupe.v1.RebuildTopicResponse
-	(*ListSidecarsRequest)(nil),           // 58: seqdedupe.v1.ListSidecarsRequest
-	(*ListSidecarsResponse)(nil),          // 59: seqdedupe.v1.ListSidecarsResponse
-	(*ClusterSidecar)(nil),                // 60: seqdedupe.v1.ClusterSidecar
-	(*ForgetSidecarRequest)(nil),          // 61: seqdedupe.v1.ForgetSidecarRequest
-	(*ForgetSidecarResponse)(nil),         // 62: seqdedupe.v1.ForgetSidecarResponse
-	(*MoveTopicRequest)(nil),              // 63: seqdedupe.v1.MoveTopicRequest
-	(*MoveTopicResponse)(nil),             // 64: seqdedupe.v1.MoveTopicResponse
-	(*TakeTopicRequest)(nil),              // 65: seqdedupe.v1.TakeTopicRequest
-	(*TakeTopicResponse)(nil),             // 66: seqdedupe.v1.TakeTopicResponse
-	(*MovedTopic)(nil),                    // 67: seqdedupe.v1.MovedTopic
-	(*LogPart)(nil),                       // 68: seqdedupe.v1.LogPart
-	(*ReceiveTopicRequest)(nil),           // 69: seqdedupe.v1.ReceiveTopicRequest
-	(*MovedEnd)(nil),                      // 70: seqdedupe.v1.MovedEnd
-	(*ReceiveTopicResponse)(nil),          // 71: seqdedupe.v1.ReceiveTopicResponse
-	(*SettleMoveRequest)(nil),             // 72: seqdedupe.v1.SettleMoveRequest
-	(*SettleMoveResponse)(nil),            // 73: seqdedupe.v1.SettleMoveResponse
-	(*GetShardsRequest)(nil),              // 74: seqdedupe.v1.GetShardsRequest
-	(*GetShardsResponse)(nil),             // 75: seqdedupe.v1.GetShardsResponse
-	(*GetVersionRequest)(nil),             // 76: seqdedupe.v1.GetVersionRequest
-	(*GetVersionResponse)(nil),            // 77: seqdedupe.v1.GetVersionResponse
-	(*GetStatisticsRequest)(nil),          // 78: seqdedupe.v1.GetStatisticsRequest
-	(*GetStatisticsResponse)(nil),         // 79: seqdedupe.v1.GetStatisticsResponse
-	(*Activity)(nil),                      // 80: seqdedupe.v1.Activity
-	(*ReasonCount)(nil),                   // 81: seqdedupe.v1.ReasonCount
-	(*StateCount)(nil),                    // 82: seqdedupe.v1.StateCount
-	(*TopicStatistics)(nil),               // 83: seqdedupe.v1.TopicStatistics
-	(*Warning)(nil),                       // 84: seqdedupe.v1.Warning
-	(*BackupRequest)(nil),                 // 85: seqdedupe.v1.BackupRequest
-	(*BackupResponse)(nil),                // 86: seqdedupe.v1.BackupResponse
-	(*ConfirmBackupRequest)(nil),          // 87: seqdedupe.v1.ConfirmBackupRequest
-	(*ConfirmBackupResponse)(nil),         // 88: seqdedupe.v1.ConfirmBackupResponse
-	(*BackupFault)(nil),                   // 89: seqdedupe.v1.BackupFault
-	(*ListCursorsRequest)(nil),            // 90: seqdedupe.v1.ListCursorsRequest
-	(*ListCursorsResponse)(nil),           // 91: seqdedupe.v1.ListCursorsResponse
-	(*TopicCursor)(nil),                   // 92: seqdedupe.v1.TopicCursor
-	(*SetCursorHoldRequest)(nil),          // 93: seqdedupe.v1.SetCursorHoldRequest
-	(*SetCursorHoldResponse)(nil),         // 94: seqdedupe.v1.SetCursorHoldResponse
-	(*DeleteCursorRequest)(nil),           // 95: seqdedupe.v1.DeleteCursorRequest
-	(*DeleteCursorResponse)(nil),          // 96: seqdedupe.v1.DeleteCursorResponse
-	(*Position)(nil),                      // 97: seqdedupe.v1.Position
-	(*ControlCursor)(nil),                 // 98: seqdedupe.v1.ControlCursor
+	(*StockWatermarks)(nil),               // 12: seqdedupe.v1.StockWatermarks
+	(*StockTopic)(nil),                    // 13: seqdedupe.v1.StockTopic
+	(*StockEntry)(nil),                    // 14: seqdedupe.v1.StockEntry
+	(*CreateTopicResponse)(nil),           // 15: seqdedupe.v1.CreateTopicResponse
+	(*DeleteTopicRequest)(nil),            // 16: seqdedupe.v1.DeleteTopicRequest
+	(*DeleteTopicResponse)(nil),           // 17: seqdedupe.v1.DeleteTopicResponse
+	(*ListTopicsRequest)(nil),             // 18: seqdedupe.v1.ListTopicsRequest
+	(*ListTopicsResponse)(nil),            // 19: seqdedupe.v1.ListTopicsResponse
+	(*GetTopicRequest)(nil),               // 20: seqdedupe.v1.GetTopicRequest
+	(*GetTopicResponse)(nil),              // 21: seqdedupe.v1.GetTopicResponse
+	(*SetTopicPolicyRequest)(nil),         // 22: seqdedupe.v1.SetTopicPolicyRequest
+	(*SetTopicPolicyResponse)(nil),        // 23: seqdedupe.v1.SetTopicPolicyResponse
+	(*GetTopicPolicyRequest)(nil),         // 24: seqdedupe.v1.GetTopicPolicyRequest
+	(*GetTopicPolicyResponse)(nil),        // 25: seqdedupe.v1.GetTopicPolicyResponse
+	(*RemoveTopicPolicyRequest)(nil),      // 26: seqdedupe.v1.RemoveTopicPolicyRequest
+	(*RemoveTopicPolicyResponse)(nil),     // 27: seqdedupe.v1.RemoveTopicPolicyResponse
+	(*SetNamespacePolicyRequest)(nil),     // 28: seqdedupe.v1.SetNamespacePolicyRequest
+	(*SetNamespacePolicyResponse)(nil),    // 29: seqdedupe.v1.SetNamespacePolicyResponse
+	(*GetNamespacePolicyRequest)(nil),     // 30: seqdedupe.v1.GetNamespacePolicyRequest
+	(*GetNamespacePolicyResponse)(nil),    // 31: seqdedupe.v1.GetNamespacePolicyResponse
+	(*RemoveNamespacePolicyRequest)(nil),  // 32: seqdedupe.v1.RemoveNamespacePolicyRequest
+	(*RemoveNamespacePolicyResponse)(nil), // 33: seqdedupe.v1.RemoveNamespacePolicyResponse
+	(*ListProducersRequest)(nil),          // 34: seqdedupe.v1.ListProducersRequest
+	(*ListProducersResponse)(nil),         // 35: seqdedupe.v1.ListProducersResponse
+	(*GetProducerRequest)(nil),            // 36: seqdedupe.v1.GetProducerRequest
+	(*GetProducerResponse)(nil),           // 37: seqdedupe.v1.GetProducerResponse
+	(*GetMessageStateRequest)(nil),        // 38: seqdedupe.v1.GetMessageStateRequest
+	(*GetMessageStateResponse)(nil),       // 39: seqdedupe.v1.GetMessageStateResponse
+	(*ListInFlightRequest)(nil),           // 40: seqdedupe.v1.ListInFlightRequest
+	(*InFlight)(nil),                      // 41: seqdedupe.v1.InFlight
+	(*ListInFlightResponse)(nil),          // 42: seqdedupe.v1.ListInFlightResponse
+	(*ResetProducerRequest)(nil),          // 43: seqdedupe.v1.ResetProducerRequest
+	(*ResetProducerResponse)(nil),         // 44: seqdedupe.v1.ResetProducerResponse
+	(*SnapshotRequest)(nil),               // 45: seqdedupe.v1.SnapshotRequest
+	(*SnapshotResponse)(nil),              // 46: seqdedupe.v1.SnapshotResponse
+	(*ExportWatermarksRequest)(nil),       // 47: seqdedupe.v1.ExportWatermarksRequest
+	(*ExportWatermarksResponse)(nil),      // 48: seqdedupe.v1.ExportWatermarksResponse
+	(*ImportWatermarksRequest)(nil),       // 49: seqdedupe.v1.ImportWatermarksRequest
+	(*ImportWatermarksResponse)(nil),      // 50: seqdedupe.v1.ImportWatermarksResponse
+	(*ImportWindowRequest)(nil),           // 51: seqdedupe.v1.ImportWindowRequest
+	(*ImportWindowResponse)(nil),          // 52: seqdedupe.v1.ImportWindowResponse
+	(*SnapshotHead)(nil),                  // 53: seqdedupe.v1.SnapshotHead
+	(*SnapshotPart)(nil),                  // 54: seqdedupe.v1.SnapshotPart
+	(*ExportSnapshotRequest)(nil),         // 55: seqdedupe.v1.ExportSnapshotRequest
+	(*ExportSnapshotResponse)(nil),        // 56: seqdedupe.v1.ExportSnapshotResponse
+	(*ImportSnapshotRequest)(nil),         // 57: seqdedupe.v1.ImportSnapshotRequest
+	(*ImportSnapshotResponse)(nil),        // 58: seqdedupe.v1.ImportSnapshotResponse
+	(*RebuildTopicRequest)(nil),           // 59: seqdedupe.v1.RebuildTopicRequest
+	(*RebuildTopicResponse)(nil),          // 60: seqdedupe.v1.RebuildTopicResponse
+	(*ListSidecarsRequest)(nil),           // 61: seqdedupe.v1.ListSidecarsRequest
+	(*ListSidecarsResponse)(nil),          // 62: seqdedupe.v1.ListSidecarsResponse
+	(*ClusterSidecar)(nil),                // 63: seqdedupe.v1.ClusterSidecar
+	(*ForgetSidecarRequest)(nil),          // 64: seqdedupe.v1.ForgetSidecarRequest
+	(*ForgetSidecarResponse)(nil),         // 65: seqdedupe.v1.ForgetSidecarResponse
+	(*MoveTopicRequest)(nil),              // 66: seqdedupe.v1.MoveTopicRequest
+	(*MoveTopicResponse)(nil),             // 67: seqdedupe.v1.MoveTopicResponse
+	(*TakeTopicRequest)(nil),              // 68: seqdedupe.v1.TakeTopicRequest
+	(*TakeTopicResponse)(nil),             // 69: seqdedupe.v1.TakeTopicResponse
+	(*MovedTopic)(nil),                    // 70: seqdedupe.v1.MovedTopic
+	(*LogPart)(nil),                       // 71: seqdedupe.v1.LogPart
+	(*ReceiveTopicRequest)(nil),           // 72: seqdedupe.v1.ReceiveTopicRequest
+	(*MovedEnd)(nil),                      // 73: seqdedupe.v1.MovedEnd
+	(*ReceiveTopicResponse)(nil),          // 74: seqdedupe.v1.ReceiveTopicResponse
+	(*SettleMoveRequest)(nil),             // 75: seqdedupe.v1.SettleMoveRequest
+	(*SettleMoveResponse)(nil),            // 76: seqdedupe.v1.SettleMoveResponse
+	(*GetShardsRequest)(nil),              // 77: seqdedupe.v1.GetShardsRequest
+	(*GetShardsResponse)(nil),             // 78: seqdedupe.v1.GetShardsResponse
+	(*GetVersionRequest)(nil),             // 79: seqdedupe.v1.GetVersionRequest
+	(*GetVersionResponse)(nil),            // 80: seqdedupe.v1.GetVersionResponse
+	(*GetStatisticsRequest)(nil),          // 81: seqdedupe.v1.GetStatisticsRequest
+	(*GetStatisticsResponse)(nil),         // 82: seqdedupe.v1.GetStatisticsResponse
+	(*Activity)(nil),                      // 83: seqdedupe.v1.Activity
+	(*ReasonCount)(nil),                   // 84: seqdedupe.v1.ReasonCount
+	(*StateCount)(nil),                    // 85: seqdedupe.v1.StateCount
+	(*TopicStatistics)(nil),               // 86: seqdedupe.v1.TopicStatistics
+	(*Warning)(nil),                       // 87: seqdedupe.v1.Warning
+	(*BackupRequest)(nil),                 // 88: seqdedupe.v1.BackupRequest
+	(*BackupResponse)(nil),                // 89: seqdedupe.v1.BackupResponse
+	(*ConfirmBackupRequest)(nil),          // 90: seqdedupe.v1.ConfirmBackupRequest
+	(*ConfirmBackupResponse)(nil),         // 91: seqdedupe.v1.ConfirmBackupResponse
+	(*BackupFault)(nil),                   // 92: seqdedupe.v1.BackupFault
+	(*ListCursorsRequest)(nil),            // 93: seqdedupe.v1.ListCursorsRequest
+	(*ListCursorsResponse)(nil),           // 94: seqdedupe.v1.ListCursorsResponse
+	(*TopicCursor)(nil),                   // 95: seqdedupe.v1.TopicCursor
+	(*SetCursorHoldRequest)(nil),          // 96: seqdedupe.v1.SetCursorHoldRequest
+	(*SetCursorHoldResponse)(nil),         // 97: seqdedupe.v1.SetCursorHoldResponse
+	(*DeleteCursorRequest)(nil),           // 98: seqdedupe.v1.DeleteCursorRequest
+	(*DeleteCursorResponse)(nil),          // 99: seqdedupe.v1.DeleteCursorResponse
+	(*Position)(nil),                      // 100: seqdedupe.v1.Position
+	(*ControlCursor)(nil),                 // 101: seqdedupe.v1.ControlCursor
 }
 var file_seqdedupe_v1_admin_proto_depIdxs = []int32{
-	1,  // 0: seqdedupe.v1.TopicPolicy.overlap:type_name -> seqdedupe.v1.OverlapPolicy
-	2,  // 1: seqdedupe.v1.TopicPolicy.gap:type_name -> seqdedupe.v1.GapPolicy
-	0,  // 2: seqdedupe.v1.Topic.state:type_name -> seqdedupe.v1.TopicState
-	8,  // 3: seqdedupe.v1.Topic.policy:type_name -> seqdedupe.v1.TopicPolicy
-	97, // 4: seqdedupe.v1.Topic.last:type_name -> seqdedupe.v1.Position
-	8,  // 5: seqdedupe.v1.Topic.set_policy:type_name -> seqdedupe.v1.TopicPolicy
-	5,  // 6: seqdedupe.v1.Topic.entry_format:type_name -> seqdedupe.v1.EntryFormat
-	3,  // 7: seqdedupe.v1.Topic.deduplication_mode:type_name -> seqdedupe.v1.DeduplicationMode
-	4,  // 8: seqdedupe.v1.Topic.deduplication_route:type_name -> seqdedupe.v1.DeduplicationRoute
-	8,  // 9: seqdedupe.v1.CreateTopicRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
-	5,  // 10: seqdedupe.v1.CreateTopicRequest.entry_format:type_name -> seqdedupe.v1.EntryFormat
-	3,  // 11: seqdedupe.v1.CreateTopicRequest.deduplication_mode:type_name -> seqdedupe.v1.DeduplicationMode
-	4,  // 12: seqdedupe.v1.CreateTopicRequest.deduplication_route:type_name -> seqdedupe.v1.DeduplicationRoute
-	9,  // 13: seqdedupe.v1.CreateTopicResponse.topic:type_name -> seqdedupe.v1.Topic
-	9,  // 14: seqdedupe.v1.ListTopicsResponse.topics:type_name -> seqdedupe.v1.Topic
-	9,  // 15: seqdedupe.v1.GetTopicResponse.topic:type_name -> seqdedupe.v1.Topic
-	8,  // 16: seqdedupe.v1.SetTopicPolicyRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
-	9,  // 17: seqdedupe.v1.SetTopicPolicyResponse.topic:type_name -> seqdedupe.v1.Topic
-	8,  // 18: seqdedupe.v1.GetTopicPolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 19: seqdedupe.v1.GetTopicPolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
-	9,  // 20: seqdedupe.v1.RemoveTopicPolicyResponse.topic:type_name -> seqdedupe.v1.Topic
-	8,  // 21: seqdedupe.v1.SetNamespacePolicyRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 22: seqdedupe.v1.SetNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 23: seqdedupe.v1.SetNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 24: seqdedupe.v1.GetNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 25: seqdedupe.v1.GetNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 26: seqdedupe.v1.RemoveNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
-	8,  // 27: seqdedupe.v1.RemoveNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
-	10, // 28: seqdedupe.v1.ListProducersResponse.producers:type_name -> seqdedupe.v1.Producer
-	10, // 29: seqdedupe.v1.GetProducerResponse.producer:type_name -> seqdedupe.v1.Producer
-	6,  // 30: seqdedupe.v1.GetMessageStateResponse.state:type_name -> seqdedupe.v1.MessageState
-	97, // 31: seqdedupe.v1.GetMessageStateResponse.position:type_name -> seqdedupe.v1.Position
-	38, // 32: seqdedupe.v1.ListInFlightResponse.in_flight:type_name -> seqdedupe.v1.InFlight
-	10, // 33: seqdedupe.v1.ResetProducerResponse.producer:type_name -> seqdedupe.v1.Producer
-	97, // 34: seqdedupe.v1.SnapshotResponse.position:type_name -> seqdedupe.v1.Position
-	97, // 35: seqdedupe.v1.SnapshotHead.position:type_name -> seqdedupe.v1.Position
-	8,  // 36: seqdedupe.v1.SnapshotHead.policy:type_name -> seqdedupe.v1.TopicPolicy
-	98, // 37: seqdedupe.v1.SnapshotHead.cursors:type_name -> seqdedupe.v1.ControlCursor
-	50, // 38: seqdedupe.v1.SnapshotPart.head:type_name -> seqdedupe.v1.SnapshotHead
-	51, // 39: seqdedupe.v1.ExportSnapshotResponse.part:type_name -> seqdedupe.v1.SnapshotPart
-	51, // 40: seqdedupe.v1.ImportSnapshotRequest.part:type_name -> seqdedupe.v1.SnapshotPart
-	9,  // 41: seqdedupe.v1.ImportSnapshotResponse.topic:type_name -> seqdedupe.v1.Topic
-	9,  // 42: seqdedupe.v1.RebuildTopicResponse.topic:type_name -> seqdedupe.v1.Topic
-	60, // 43: seqdedupe.v1.ListSidecarsResponse.sidecars:type_name -> seqdedupe.v1.ClusterSidecar
-	67, // 44: seqdedupe.v1.ReceiveTopicRequest.head:type_name -> seqdedupe.v1.MovedTopic
-	68, // 45: seqdedupe.v1.ReceiveTopicRequest.log:type_name -> seqdedupe.v1.LogPart
-	70, // 46: seqdedupe.v1.ReceiveTopicRequest.end:type_name -> seqdedupe.v1.MovedEnd
-	7,  // 47: seqdedupe.v1.GetStatisticsRequest.order:type_name -> seqdedupe.v1.StatisticsOrder
-	80, // 48: seqdedupe.v1.GetStatisticsResponse.activity:type_name -> seqdedupe.v1.Activity
-	82, // 49: seqdedupe.v1.GetStatisticsResponse.states:type_name -> seqdedupe.v1.StateCount
-	83, // 50: seqdedupe.v1.GetStatisticsResponse.topics:type_name -> seqdedupe.v1.TopicStatistics
-	84, // 51: seqdedupe.v1.GetStatisticsResponse.warnings:type_name -> seqdedupe.v1.Warning
-	81, // 52: seqdedupe.v1.GetStatisticsResponse.refusals:type_name -> seqdedupe.v1.ReasonCount
-	0,  // 53: seqdedupe.v1.StateCount.state:type_name -> seqdedupe.v1.TopicState
-	9,  // 54: seqdedupe.v1.TopicStatistics.topic:type_name -> seqdedupe.v1.Topic
-	80, // 55: seqdedupe.v1.TopicStatistics.activity:type_name -> seqdedupe.v1.Activity
-	89, // 56: seqdedupe.v1.BackupResponse.damaged:type_name -> seqdedupe.v1.BackupFault
-	89, // 57: seqdedupe.v1.BackupResponse.left_out:type_name -> seqdedupe.v1.BackupFault
-	92, // 58: seqdedupe.v1.ListCursorsResponse.cursors:type_name -> seqdedupe.v1.TopicCursor
-	97, // 59: seqdedupe.v1.TopicCursor.position:type_name -> seqdedupe.v1.Position
-	11, // 60: seqdedupe.v1.AdminService.CreateTopic:input_type -> seqdedupe.v1.CreateTopicRequest
-	13, // 61: seqdedupe.v1.AdminService.DeleteTopic:input_type -> seqdedupe.v1.DeleteTopicRequest
-	15, // 62: seqdedupe.v1.AdminService.ListTopics:input_type -> seqdedupe.v1.ListTopicsRequest
-	17, // 63: seqdedupe.v1.AdminService.GetTopic:input_type -> seqdedupe.v1.GetTopicRequest
-	19, // 64: seqdedupe.v1.AdminService.SetTopicPolicy:input_type -> seqdedupe.v1.SetTopicPolicyRequest
-	21, // 65: seqdedupe.v1.AdminService.GetTopicPolicy:input_type -> seqdedupe.v1.GetTopicPolicyRequest
-	23, // 66: seqdedupe.v1.AdminService.RemoveTopicPolicy:input_type -> seqdedupe.v1.RemoveTopicPolicyRequest
-	25, // 67: seqdedupe.v1.AdminService.SetNamespacePolicy:input_type -> seqdedupe.v1.SetNamespacePolicyRequest
-	27, // 68: seqdedupe.v1.AdminService.GetNamespacePolicy:input_type -> seqdedupe.v1.GetNamespacePolicyRequest
-	29, // 69: seqdedupe.v1.AdminService.RemoveNamespacePolicy:input_type -> seqdedupe.v1.RemoveNamespacePolicyRequest
-	31, // 70: seqdedupe.v1.AdminService.ListProducers:input_type -> seqdedupe.v1.ListProducersRequest
-	33, // 71: seqdedupe.v1.AdminService.GetProducer:input_type -> seqdedupe.v1.GetProducerRequest
-	35, // 72: seqdedupe.v1.AdminService.GetMessageState:input_type -> seqdedupe.v1.GetMessageStateRequest
-	37, // 73: seqdedupe.v1.AdminService.ListInFlight:input_type -> seqdedupe.v1.ListInFlightRequest
-	40, // 74: seqdedupe.v1.AdminService.ResetProducer:input_type -> seqdedupe.v1.ResetProducerRequest
-	90, // 75: seqdedupe.v1.AdminService.ListCursors:input_type -> seqdedupe.v1.ListCursorsRequest
-	93, // 76: seqdedupe.v1.AdminService.SetCursorHold:input_type -> seqdedupe.v1.SetCursorHoldRequest
-	95, // 77: seqdedupe.v1.AdminService.DeleteCursor:input_type -> seqdedupe.v1.DeleteCursorRequest
-	42, // 78: seqdedupe.v1.AdminService.Snapshot:input_type -> seqdedupe.v1.SnapshotRequest
-	44, // 79: seqdedupe.v1.AdminService.ExportWatermarks:input_type -> seqdedupe.v1.ExportWatermarksRequest
-	46, // 80: seqdedupe.v1.AdminService.ImportWatermarks:input_type -> seqdedupe.v1.ImportWatermarksRequest
-	48, // 81: seqdedupe.v1.AdminService.ImportWindow:input_type -> seqdedupe.v1.ImportWindowRequest
-	52, // 82: seqdedupe.v1.AdminService.ExportSnapshot:input_type -> seqdedupe.v1.ExportSnapshotRequest
-	54, // 83: seqdedupe.v1.AdminService.ImportSnapshot:input_type -> seqdedupe.v1.ImportSnapshotRequest
-	56, // 84: seqdedupe.v1.AdminService.RebuildTopic:input_type -> seqdedupe.v1.RebuildTopicRequest
-	58, // 85: seqdedupe.v1.AdminService.ListSidecars:input_type -> seqdedupe.v1.ListSidecarsRequest
-	61, // 86: seqdedupe.v1.AdminService.ForgetSidecar:input_type -> seqdedupe.v1.ForgetSidecarRequest
-	63, // 87: seqdedupe.v1.AdminService.MoveTopic:input_type -> seqdedupe.v1.MoveTopicRequest
-	65, // 88: seqdedupe.v1.AdminService.TakeTopic:input_type -> seqdedupe.v1.TakeTopicRequest
-	69, // 89: seqdedupe.v1.AdminService.ReceiveTopic:input_type -> seqdedupe.v1.ReceiveTopicRequest
-	72, // 90: seqdedupe.v1.AdminService.SettleMove:input_type -> seqdedupe.v1.SettleMoveRequest
-	74, // 91: seqdedupe.v1.AdminService.GetShards:input_type -> seqdedupe.v1.GetShardsRequest
-	78, // 92: seqdedupe.v1.AdminService.GetStatistics:input_type -> seqdedupe.v1.GetStatisticsRequest
-	85, // 93: seqdedupe.v1.AdminService.Backup:input_type -> seqdedupe.v1.BackupRequest
-	87, // 94: seqdedupe.v1.AdminService.ConfirmBackup:input_type -> seqdedupe.v1.ConfirmBackupRequest
-	76, // 95: seqdedupe.v1.AdminService.GetVersion:input_type -> seqdedupe.v1.GetVersionRequest
-	12, // 96: seqdedupe.v1.AdminService.CreateTopic:output_type -> seqdedupe.v1.CreateTopicResponse
-	14, // 97: seqdedupe.v1.AdminService.DeleteTopic:output_type -> seqdedupe.v1.DeleteTopicResponse
-	16, // 98: seqdedupe.v1.AdminService.ListTopics:output_type -> seqdedupe.v1.ListTopicsResponse
-	18, // 99: seqdedupe.v1.AdminService.GetTopic:output_type -> seqdedupe.v1.GetTopicResponse
-	20, // 100: seqdedupe.v1.AdminService.SetTopicPolicy:output_type -> seqdedupe.v1.SetTopicPolicyResponse
-	22, // 101: seqdedupe.v1.AdminService.GetTopicPolicy:output_type -> seqdedupe.v1.GetTopicPolicyResponse
-	24, // 102: seqdedupe.v1.AdminService.RemoveTopicPolicy:output_type -> seqdedupe.v1.RemoveTopicPolicyResponse
-	26, // 103: seqdedupe.v1.AdminService.SetNamespacePolicy:output_type -> seqdedupe.v1.SetNamespacePolicyResponse
-	28, // 104: seqdedupe.v1.AdminService.GetNamespacePolicy:output_type -> seqdedupe.v1.GetNamespacePolicyResponse
-	30, // 105: seqdedupe.v1.AdminService.RemoveNamespacePolicy:output_type -> seqdedupe.v1.RemoveNamespacePolicyResponse
-	32, // 106: seqdedupe.v1.AdminService.ListProducers:output_type -> seqdedupe.v1.ListProducersResponse
-	34, // 107: seqdedupe.v1.AdminService.GetProducer:output_type -> seqdedupe.v1.GetProducerResponse
-	36, // 108: seqdedupe.v1.AdminService.GetMessageState:output_type -> seqdedupe.v1.GetMessageStateResponse
-	39, // 109: seqdedupe.v1.AdminService.ListInFlight:output_type -> seqdedupe.v1.ListInFlightResponse
-	41, // 110: seqdedupe.v1.AdminService.ResetProducer:output_type -> seqdedupe.v1.ResetProducerResponse
-	91, // 111: seqdedupe.v1.AdminService.ListCursors:output_type -> seqdedupe.v1.ListCursorsResponse
-	94, // 112: seqdedupe.v1.AdminService.SetCursorHold:output_type -> seqdedupe.v1.SetCursorHoldResponse
-	96, // 113: seqdedupe.v1.AdminService.DeleteCursor:output_type -> seqdedupe.v1.DeleteCursorResponse
-	43, // 114: seqdedupe.v1.AdminService.Snapshot:output_type -> seqdedupe.v1.SnapshotResponse
-	45, // 115: seqdedupe.v1.AdminService.ExportWatermarks:output_type -> seqdedupe.v1.ExportWatermarksResponse
-	47, // 116: seqdedupe.v1.AdminService.ImportWatermarks:output_type -> seqdedupe.v1.ImportWatermarksResponse
-	49, // 117: seqdedupe.v1.AdminService.ImportWindow:output_type -> seqdedupe.v1.ImportWindowResponse
-	53, // 118: seqdedupe.v1.AdminService.ExportSnapshot:output_type -> seqdedupe.v1.ExportSnapshotResponse
-	55, // 119: seqdedupe.v1.AdminService.ImportSnapshot:output_type -> seqdedupe.v1.ImportSnapshotResponse
-	57, // 120: seqdedupe.v1.AdminService.RebuildTopic:output_type -> seqdedupe.v1.RebuildTopicResponse
-	59, // 121: seqdedupe.v1.AdminService.ListSidecars:output_type -> seqdedupe.v1.ListSidecarsResponse
-	62, // 122: seqdedupe.v1.AdminService.ForgetSidecar:output_type -> seqdedupe.v1.ForgetSidecarResponse
-	64, // 123: seqdedupe.v1.AdminService.MoveTopic:output_type -> seqdedupe.v1.MoveTopicResponse
-	66, // 124: seqdedupe.v1.AdminService.TakeTopic:output_type -> seqdedupe.v1.TakeTopicResponse
-	71, // 125: seqdedupe.v1.AdminService.ReceiveTopic:output_type -> seqdedupe.v1.ReceiveTopicResponse
-	73, // 126: seqdedupe.v1.AdminService.SettleMove:output_type -> seqdedupe.v1.SettleMoveResponse
-	75, // 127: seqdedupe.v1.AdminService.GetShards:output_type -> seqdedupe.v1.GetShardsResponse
-	79, // 128: seqdedupe.v1.AdminService.GetStatistics:output_type -> seqdedupe.v1.GetStatisticsResponse
-	86, // 129: seqdedupe.v1.AdminService.Backup:output_type -> seqdedupe.v1.BackupResponse
-	88, // 130: seqdedupe.v1.AdminService.ConfirmBackup:output_type -> seqdedupe.v1.ConfirmBackupResponse
-	77, // 131: seqdedupe.v1.AdminService.GetVersion:output_type -> seqdedupe.v1.GetVersionResponse
-	96, // [96:132] is the sub-list for method output_type
-	60, // [60:96] is the sub-list for method input_type
-	60, // [60:60] is the sub-list for extension type_name
-	60, // [60:60] is the sub-list for extension extendee
-	0,  // [0:60] is the sub-list for field type_name
+	1,   // 0: seqdedupe.v1.TopicPolicy.overlap:type_name -> seqdedupe.v1.OverlapPolicy
+	2,   // 1: seqdedupe.v1.TopicPolicy.gap:type_name -> seqdedupe.v1.GapPolicy
+	0,   // 2: seqdedupe.v1.Topic.state:type_name -> seqdedupe.v1.TopicState
+	8,   // 3: seqdedupe.v1.Topic.policy:type_name -> seqdedupe.v1.TopicPolicy
+	100, // 4: seqdedupe.v1.Topic.last:type_name -> seqdedupe.v1.Position
+	8,   // 5: seqdedupe.v1.Topic.set_policy:type_name -> seqdedupe.v1.TopicPolicy
+	5,   // 6: seqdedupe.v1.Topic.entry_format:type_name -> seqdedupe.v1.EntryFormat
+	3,   // 7: seqdedupe.v1.Topic.deduplication_mode:type_name -> seqdedupe.v1.DeduplicationMode
+	4,   // 8: seqdedupe.v1.Topic.deduplication_route:type_name -> seqdedupe.v1.DeduplicationRoute
+	8,   // 9: seqdedupe.v1.CreateTopicRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
+	5,   // 10: seqdedupe.v1.CreateTopicRequest.entry_format:type_name -> seqdedupe.v1.EntryFormat
+	3,   // 11: seqdedupe.v1.CreateTopicRequest.deduplication_mode:type_name -> seqdedupe.v1.DeduplicationMode
+	4,   // 12: seqdedupe.v1.CreateTopicRequest.deduplication_route:type_name -> seqdedupe.v1.DeduplicationRoute
+	12,  // 13: seqdedupe.v1.CreateTopicRequest.watermarks:type_name -> seqdedupe.v1.StockWatermarks
+	13,  // 14: seqdedupe.v1.StockWatermarks.topics:type_name -> seqdedupe.v1.StockTopic
+	14,  // 15: seqdedupe.v1.StockTopic.first:type_name -> seqdedupe.v1.StockEntry
+	14,  // 16: seqdedupe.v1.StockTopic.last:type_name -> seqdedupe.v1.StockEntry
+	9,   // 17: seqdedupe.v1.CreateTopicResponse.topic:type_name -> seqdedupe.v1.Topic
+	9,   // 18: seqdedupe.v1.ListTopicsResponse.topics:type_name -> seqdedupe.v1.Topic
+	9,   // 19: seqdedupe.v1.GetTopicResponse.topic:type_name -> seqdedupe.v1.Topic
+	8,   // 20: seqdedupe.v1.SetTopicPolicyRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
+	9,   // 21: seqdedupe.v1.SetTopicPolicyResponse.topic:type_name -> seqdedupe.v1.Topic
+	8,   // 22: seqdedupe.v1.GetTopicPolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 23: seqdedupe.v1.GetTopicPolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
+	9,   // 24: seqdedupe.v1.RemoveTopicPolicyResponse.topic:type_name -> seqdedupe.v1.Topic
+	8,   // 25: seqdedupe.v1.SetNamespacePolicyRequest.policy:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 26: seqdedupe.v1.SetNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 27: seqdedupe.v1.SetNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 28: seqdedupe.v1.GetNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 29: seqdedupe.v1.GetNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 30: seqdedupe.v1.RemoveNamespacePolicyResponse.policy:type_name -> seqdedupe.v1.TopicPolicy
+	8,   // 31: seqdedupe.v1.RemoveNamespacePolicyResponse.applied:type_name -> seqdedupe.v1.TopicPolicy
+	10,  // 32: seqdedupe.v1.ListProducersResponse.producers:type_name -> seqdedupe.v1.Producer
+	10,  // 33: seqdedupe.v1.GetProducerResponse.producer:type_name -> seqdedupe.v1.Producer
+	6,   // 34: seqdedupe.v1.GetMessageStateResponse.state:type_name -> seqdedupe.v1.MessageState
+	100, // 35: seqdedupe.v1.GetMessageStateResponse.position:type_name -> seqdedupe.v1.Position
+	41,  // 36: seqdedupe.v1.ListInFlightResponse.in_flight:type_name -> seqdedupe.v1.InFlight
+	10,  // 37: seqdedupe.v1.ResetProducerResponse.producer:type_name -> seqdedupe.v1.Producer
+	100, // 38: seqdedupe.v1.SnapshotResponse.position:type_name -> seqdedupe.v1.Position
+	100, // 39: seqdedupe.v1.SnapshotHead.position:type_name -> seqdedupe.v1.Position
+	8,   // 40: seqdedupe.v1.SnapshotHead.policy:type_name -> seqdedupe.v1.TopicPolicy
+	101, // 41: seqdedupe.v1.SnapshotHead.cursors:type_name -> seqdedupe.v1.ControlCursor
+	53,  // 42: seqdedupe.v1.SnapshotPart.head:type_name -> seqdedupe.v1.SnapshotHead
+	54,  // 43: seqdedupe.v1.ExportSnapshotResponse.part:type_name -> seqdedupe.v1.SnapshotPart
+	54,  // 44: seqdedupe.v1.ImportSnapshotRequest.part:type_name -> seqdedupe.v1.SnapshotPart
+	9,   // 45: seqdedupe.v1.ImportSnapshotResponse.topic:type_name -> seqdedupe.v1.Topic
+	9,   // 46: seqdedupe.v1.RebuildTopicResponse.topic:type_name -> seqdedupe.v1.Topic
+	63,  // 47: seqdedupe.v1.ListSidecarsResponse.sidecars:type_name -> seqdedupe.v1.ClusterSidecar
+	70,  // 48: seqdedupe.v1.ReceiveTopicRequest.head:type_name -> seqdedupe.v1.MovedTopic
+	71,  // 49: seqdedupe.v1.ReceiveTopicRequest.log:type_name -> seqdedupe.v1.LogPart
+	73,  // 50: seqdedupe.v1.ReceiveTopicRequest.end:type_name -> seqdedupe.v1.MovedEnd
+	7,   // 51: seqdedupe.v1.GetStatisticsRequest.order:type_name -> seqdedupe.v1.StatisticsOrder
+	83,  // 52: seqdedupe.v1.GetStatisticsResponse.activity:type_name -> seqdedupe.v1.Activity
+	85,  // 53: seqdedupe.v1.GetStatisticsResponse.states:type_name -> seqdedupe.v1.StateCount
+	86,  // 54: seqdedupe.v1.GetStatisticsResponse.topics:type_name -> seqdedupe.v1.TopicStatistics
+	87,  // 55: seqdedupe.v1.GetStatisticsResponse.warnings:type_name -> seqdedupe.v1.Warning
+	84,  // 56: seqdedupe.v1.GetStatisticsResponse.refusals:type_name -> seqdedupe.v1.ReasonCount
+	0,   // 57: seqdedupe.v1.StateCount.state:type_name -> seqdedupe.v1.TopicState
+	9,   // 58: seqdedupe.v1.TopicStatistics.topic:type_name -> seqdedupe.v1.Topic
+	83,  // 59: seqdedupe.v1.TopicStatistics.activity:type_name -> seqdedupe.v1.Activity
+	92,  // 60: seqdedupe.v1.BackupResponse.damaged:type_name -> seqdedupe.v1.BackupFault
+	92,  // 61: seqdedupe.v1.BackupResponse.left_out:type_name -> seqdedupe.v1.BackupFault
+	95,  // 62: seqdedupe.v1.ListCursorsResponse.cursors:type_name -> seqdedupe.v1.TopicCursor
+	100, // 63: seqdedupe.v1.TopicCursor.position:type_name -> seqdedupe.v1.Position
+	11,  // 64: seqdedupe.v1.AdminService.CreateTopic:input_type -> seqdedupe.v1.CreateTopicRequest
+	16,  // 65: seqdedupe.v1.AdminService.DeleteTopic:input_type -> seqdedupe.v1.DeleteTopicRequest
+	18,  // 66: seqdedupe.v1.AdminService.ListTopics:input_type -> seqdedupe.v1.ListTopicsRequest
+	20,  // 67: seqdedupe.v1.AdminService.GetTopic:input_type -> seqdedupe.v1.GetTopicRequest
+	22,  // 68: seqdedupe.v1.AdminService.SetTopicPolicy:input_type -> seqdedupe.v1.SetTopicPolicyRequest
+	24,  // 69: seqdedupe.v1.AdminService.GetTopicPolicy:input_type -> seqdedupe.v1.GetTopicPolicyRequest
+	26,  // 70: seqdedupe.v1.AdminService.RemoveTopicPolicy:input_type -> seqdedupe.v1.RemoveTopicPolicyRequest
+	28,  // 71: seqdedupe.v1.AdminService.SetNamespacePolicy:input_type -> seqdedupe.v1.SetNamespacePolicyRequest
+	30,  // 72: seqdedupe.v1.AdminService.GetNamespacePolicy:input_type -> seqdedupe.v1.GetNamespacePolicyRequest
+	32,  // 73: seqdedupe.v1.AdminService.RemoveNamespacePolicy:input_type -> seqdedupe.v1.RemoveNamespacePolicyRequest
+	34,  // 74: seqdedupe.v1.AdminService.ListProducers:input_type -> seqdedupe.v1.ListProducersRequest
+	36,  // 75: seqdedupe.v1.AdminService.GetProducer:input_type -> seqdedupe.v1.GetProducerRequest
+	38,  // 76: seqdedupe.v1.AdminService.GetMessageState:input_type -> seqdedupe.v1.GetMessageStateRequest
+	40,  // 77: seqdedupe.v1.AdminService.ListInFlight:input_type -> seqdedupe.v1.ListInFlightRequest
+	43,  // 78: seqdedupe.v1.AdminService.ResetProducer:input_type -> seqdedupe.v1.ResetProducerRequest
+	93,  // 79: seqdedupe.v1.AdminService.ListCursors:input_type -> seqdedupe.v1.ListCursorsRequest
+	96,  // 80: seqdedupe.v1.AdminService.SetCursorHold:input_type -> seqdedupe.v1.SetCursorHoldRequest
+	98,  // 81: seqdedupe.v1.AdminService.DeleteCursor:input_type -> seqdedupe.v1.DeleteCursorRequest
+	45,  // 82: seqdedupe.v1.AdminService.Snapshot:input_type -> seqdedupe.v1.SnapshotRequest
+	47,  // 83: seqdedupe.v1.AdminService.ExportWatermarks:input_type -> seqdedupe.v1.ExportWatermarksRequest
+	49,  // 84: seqdedupe.v1.AdminService.ImportWatermarks:input_type -> seqdedupe.v1.ImportWatermarksRequest
+	51,  // 85: seqdedupe.v1.AdminService.ImportWindow:input_type -> seqdedupe.v1.ImportWindowRequest
+	55,  // 86: seqdedupe.v1.AdminService.ExportSnapshot:input_type -> seqdedupe.v1.ExportSnapshotRequest
+	57,  // 87: seqdedupe.v1.AdminService.ImportSnapshot:input_type -> seqdedupe.v1.ImportSnapshotRequest
+	59,  // 88: seqdedupe.v1.AdminService.RebuildTopic:input_type -> seqdedupe.v1.RebuildTopicRequest
+	61,  // 89: seqdedupe.v1.AdminService.ListSidecars:input_type -> seqdedupe.v1.ListSidecarsRequest
+	64,  // 90: seqdedupe.v1.AdminService.ForgetSidecar:input_type -> seqdedupe.v1.ForgetSidecarRequest
+	66,  // 91: seqdedupe.v1.AdminService.MoveTopic:input_type -> seqdedupe.v1.MoveTopicRequest
+	68,  // 92: seqdedupe.v1.AdminService.TakeTopic:input_type -> seqdedupe.v1.TakeTopicRequest
+	72,  // 93: seqdedupe.v1.AdminService.ReceiveTopic:input_type -> seqdedupe.v1.ReceiveTopicRequest
+	75,  // 94: seqdedupe.v1.AdminService.SettleMove:input_type -> seqdedupe.v1.SettleMoveRequest
+	77,  // 95: seqdedupe.v1.AdminService.GetShards:input_type -> seqdedupe.v1.GetShardsRequest
+	81,  // 96: seqdedupe.v1.AdminService.GetStatistics:input_type -> seqdedupe.v1.GetStatisticsRequest
+	88,  // 97: seqdedupe.v1.AdminService.Backup:input_type -> seqdedupe.v1.BackupRequest
+	90,  // 98: seqdedupe.v1.AdminService.ConfirmBackup:input_type -> seqdedupe.v1.ConfirmBackupRequest
+	79,  // 99: seqdedupe.v1.AdminService.GetVersion:input_type -> seqdedupe.v1.GetVersionRequest
+	15,  // 100: seqdedupe.v1.AdminService.CreateTopic:output_type -> seqdedupe.v1.CreateTopicResponse
+	17,  // 101: seqdedupe.v1.AdminService.DeleteTopic:output_type -> seqdedupe.v1.DeleteTopicResponse
+	19,  // 102: seqdedupe.v1.AdminService.ListTopics:output_type -> seqdedupe.v1.ListTopicsResponse
+	21,  // 103: seqdedupe.v1.AdminService.GetTopic:output_type -> seqdedupe.v1.GetTopicResponse
+	23,  // 104: seqdedupe.v1.AdminService.SetTopicPolicy:output_type -> seqdedupe.v1.SetTopicPolicyResponse
+	25,  // 105: seqdedupe.v1.AdminService.GetTopicPolicy:output_type -> seqdedupe.v1.GetTopicPolicyResponse
+	27,  // 106: seqdedupe.v1.AdminService.RemoveTopicPolicy:output_type -> seqdedupe.v1.RemoveTopicPolicyResponse
+	29,  // 107: seqdedupe.v1.AdminService.SetNamespacePolicy:output_type -> seqdedupe.v1.SetNamespacePolicyResponse
+	31,  // 108: seqdedupe.v1.AdminService.GetNamespacePolicy:output_type -> seqdedupe.v1.GetNamespacePolicyResponse
+	33,  // 109: seqdedupe.v1.AdminService.RemoveNamespacePolicy:output_type -> seqdedupe.v1.RemoveNamespacePolicyResponse
+	35,  // 110: seqdedupe.v1.AdminService.ListProducers:output_type -> seqdedupe.v1.ListProducersResponse
+	37,  // 111: seqdedupe.v1.AdminService.GetProducer:output_type -> seqdedupe.v1.GetProducerResponse
+	39,  // 112: seqdedupe.v1.AdminService.GetMessageState:output_type -> seqdedupe.v1.GetMessageStateResponse
+	42,  // 113: seqdedupe.v1.AdminService.ListInFlight:output_type -> seqdedupe.v1.ListInFlightResponse
+	44,  // 114: seqdedupe.v1.AdminService.ResetProducer:output_type -> seqdedupe.v1.ResetProducerResponse
+	94,  // 115: seqdedupe.v1.AdminService.ListCursors:output_type -> seqdedupe.v1.ListCursorsResponse
+	97,  // 116: seqdedupe.v1.AdminService.SetCursorHold:output_type -> seqdedupe.v1.SetCursorHoldResponse
+	99,  // 117: seqdedupe.v1.AdminService.DeleteCursor:output_type -> seqdedupe.v1.DeleteCursorResponse
+	46,  // 118: seqdedupe.v1.AdminService.Snapshot:output_type -> seqdedupe.v1.SnapshotResponse
+	48,  // 119: seqdedupe.v1.AdminService.ExportWatermarks:output_type -> seqdedupe.v1.ExportWatermarksResponse
+	50,  // 120: seqdedupe.v1.AdminService.ImportWatermarks:output_type -> seqdedupe.v1.ImportWatermarksResponse
+	52,  // 121: seqdedupe.v1.AdminService.ImportWindow:output_type -> seqdedupe.v1.ImportWindowResponse
+	56,  // 122: seqdedupe.v1.AdminService.ExportSnapshot:output_type -> seqdedupe.v1.ExportSnapshotResponse
+	58,  // 123: seqdedupe.v1.AdminService.ImportSnapshot:output_type -> seqdedupe.v1.ImportSnapshotResponse
+	60,  // 124: seqdedupe.v1.AdminService.RebuildTopic:output_type -> seqdedupe.v1.RebuildTopicResponse
+	62,  // 125: seqdedupe.v1.AdminService.ListSidecars:output_type -> seqdedupe.v1.ListSidecarsResponse
+	65,  // 126: seqdedupe.v1.AdminService.ForgetSidecar:output_type -> seqdedupe.v1.ForgetSidecarResponse
+	67,  // 127: seqdedupe.v1.AdminService.MoveTopic:output_type -> seqdedupe.v1.MoveTopicResponse
+	69,  // 128: seqdedupe.v1.AdminService.TakeTopic:output_type -> seqdedupe.v1.TakeTopicResponse
+	74,  // 129: seqdedupe.v1.AdminService.ReceiveTopic:output_type -> seqdedupe.v1.ReceiveTopicResponse
+	76,  // 130: seqdedupe.v1.AdminService.SettleMove:output_type -> seqdedupe.v1.SettleMoveResponse
+	78,  // 131: seqdedupe.v1.AdminService.GetShards:output_type -> seqdedupe.v1.GetShardsResponse
+	82,  // 132: seqdedupe.v1.AdminService.GetStatistics:output_type -> seqdedupe.v1.GetStatisticsResponse
+	89,  // 133: seqdedupe.v1.AdminService.Backup:output_type -> seqdedupe.v1.BackupResponse
+	91,  // 134: seqdedupe.v1.AdminService.ConfirmBackup:output_type -> seqdedupe.v1.ConfirmBackupResponse
+	80,  // 135: seqdedupe.v1.AdminService.GetVersion:output_type -> seqdedupe.v1.GetVersionResponse
+	100, // [100:136] is the sub-list for method output_type
+	64,  // [64:100] is the sub-list for method input_type
+	64,  // [64:64] is the sub-list for extension type_name
+	64,  // [64:64] is the sub-list for extension extendee
+	0,   // [0:64] is the sub-list for field type_name
 }
 
 func init() { file_seqdedupe_v1_admin_proto_init() }
@@ -7080,15 +7349,15 @@ func file_seqdedupe_v1_admin_proto_init() {
 	}
 	file_seqdedupe_v1_batch_proto_init()
 	file_seqdedupe_v1_admin_proto_msgTypes[0].OneofWrappers = []any{}
-	file_seqdedupe_v1_admin_proto_msgTypes[38].OneofWrappers = []any{}
-	file_seqdedupe_v1_admin_proto_msgTypes[40].OneofWrappers = []any{}
+	file_seqdedupe_v1_admin_proto_msgTypes[41].OneofWrappers = []any{}
+	file_seqdedupe_v1_admin_proto_msgTypes[43].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_seqdedupe_v1_admin_proto_rawDesc), len(file_seqdedupe_v1_admin_proto_rawDesc)),
 			NumEnums:      8,
-			NumMessages:   89,
+			NumMessages:   92,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

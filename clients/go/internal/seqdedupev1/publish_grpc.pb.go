@@ -47,11 +47,11 @@ const (
 //     process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
 //     `persisted` that `Open` returned before.
 //  6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-//     has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-//     loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-//     nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-//     Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-//     Messages that are sent again are new.
+//     has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+//     stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+//     warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+//     old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+//     arrived after the request. Messages that are sent again are new.
 //  7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
 //     has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
 //     apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -63,7 +63,8 @@ const (
 //     refused too, the error is final. Also resume if the first message without a receipt is refused with
 //     `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
 //  9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-//     before, unless it is an answer of `Open`.
+//     before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+//     messages.
 //  10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
 //     (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
 //     had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -71,7 +72,13 @@ const (
 //  11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
 //     another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
 //     durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
-//     alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
+//     alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
+//     proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
+//     had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
+//     0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+//
+// In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
+// If only some have a lower term, ask the address with the highest term again.
 //
 // If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
 // metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
@@ -195,11 +202,11 @@ type PublishService_PublishStreamClient = grpc.BidiStreamingClient[PublishStream
 //     process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
 //     `persisted` that `Open` returned before.
 //  6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-//     has a receipt; a resume returns another incarnation; all addresses return a lower term. Then stop and report the
-//     loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then warn, and continue as if
-//     nothing had been sent before. The first link is `persisted`, which is -1, or higher if old frames arrived late.
-//     Receipts prove nothing if their frames were sent before this answer and the receipts arrived after the request.
-//     Messages that are sent again are new.
+//     has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
+//     stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
+//     warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
+//     old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
+//     arrived after the request. Messages that are sent again are new.
 //  7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
 //     has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
 //     apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -211,7 +218,8 @@ type PublishService_PublishStreamClient = grpc.BidiStreamingClient[PublishStream
 //     refused too, the error is final. Also resume if the first message without a receipt is refused with
 //     `PREDECESSOR_MISSING`: its predecessor was stored, and is missing now.
 //  9. Ignore a refusal of an epoch that the client no longer uses. Ignore an answer whose term is lower than a term seen
-//     before, unless it is an answer of `Open`.
+//     before, unless it is an answer of `Open`. The frames of an ignored answer get no other answer: resend their
+//     messages.
 //  10. A client that requests `early_receipts` keeps a message with such a receipt until the message is durable
 //     (`Receipt.durable_at`). After a resume, the client resends the messages above the returned `persisted`, as if they
 //     had no receipts. Their indexes and message IDs may then be different. For duty 6, a receipt counts only if
@@ -219,7 +227,13 @@ type PublishService_PublishStreamClient = grpc.BidiStreamingClient[PublishStream
 //  11. A client that publishes deduplication IDs has no sessions. It detects lost data from answers with receipts:
 //     another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
 //     durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
-//     alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original.
+//     alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
+//     proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
+//     had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
+//     0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+//
+// In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
+// If only some have a lower term, ask the address with the highest term again.
 //
 // If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
 // metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
