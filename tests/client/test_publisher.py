@@ -26,6 +26,7 @@ from seqdedupe.client import (
     Verdict,
     blocking,
 )
+from seqdedupe.client.connection import Backoff
 from seqdedupe.client.publisher import TopicHistory, new_id
 from seqdedupe.errors import SeqdedupeError
 from seqdedupe.names import partition_of
@@ -234,6 +235,24 @@ async def test_what_may_be_in_the_log_is_to_be_sent_again_with_the_same_id(
                 await sending
     assert "the same ID" in caught.value.hint
     assert "sequence" not in caught.value.hint
+
+
+async def test_before_an_idle_stream_is_begun_again_there_is_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it ended while there was something to send. Else a publisher would take the place of another idle stream."""
+    pauses: list[Backoff] = []
+    next_seconds = Backoff.next_seconds
+
+    def counted(backoff: Backoff) -> float:
+        pauses.append(backoff)
+        return next_seconds(backoff)
+
+    monkeypatch.setattr(Backoff, "next_seconds", counted)
+    async with fake_sidecar() as fake:
+        fake.idle_streams = 3
+        fake.on_frame = lambda frame: [fake.answer(receipts=[{"frame": frame.number, "first_index": 0}])]
+        async with Client(fake.address) as client, client.publisher("t") as publisher:
+            assert (await publisher.send(b"x", deduplication_id="1")).index == 0
+    assert len(pauses) == 3
 
 
 async def test_a_call_that_gives_up_before_it_is_sent_again_holds_up_no_other() -> None:

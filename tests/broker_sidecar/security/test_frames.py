@@ -165,6 +165,23 @@ def test_what_makes_a_topic_needs_to_be_allowed_to(ruled: Ruled, ann: Caller, to
         ruled.replace(RULES)
 
 
+def test_a_stream_says_that_it_has_taken_no_frame(ruled: Ruled, ann: Caller, topic: str) -> None:
+    """A publisher, whose frames may be on their way, learns so that nothing is stored."""
+    owner = Caller(ruled.address, "operator")
+    by_id = admin_pb2.DEDUPLICATION_MODE_DEDUPLICATION_ID
+    owner.admin.CreateTopic(admin_pb2.CreateTopicRequest(topic=topic, deduplication_mode=by_id))
+    owner.close()
+    for name, reason in ((topic, "NOT_ALLOWED"), (f"{topic}-missing", "TOPIC_NOT_FOUND")):
+        said = refused(ann.stream(name).end)
+        assert (said.reason, said.numbers.get("frames_taken")) == (reason, "0")
+    epochs = ann.epochs(f"{topic}-names", "ann")
+    stream = ann.stream(f"{topic}-names")
+    stream.receipt(batch([("ann", 0)], epochs))
+    stream.send_raw(topic_bytes("another"))
+    said = refused(stream.end)
+    assert (said.reason, said.numbers.get("frames_taken")) == ("INVALID_REQUEST", None)
+
+
 def _publishing_on(caller: Caller, own: str, other: str) -> Refused:
     stream = caller.stream(own)
     stream.send_raw(topic_bytes(other))
