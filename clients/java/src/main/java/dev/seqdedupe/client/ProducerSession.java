@@ -10,10 +10,8 @@ import io.seqdedupe.v1.PublishServiceGrpc;
 import io.seqdedupe.v1.PublishStreamResponse;
 import io.seqdedupe.v1.Receipt;
 import io.seqdedupe.v1.Refusal;
-import java.util.HashSet;
 import java.util.List;
 import java.util.Map;
-import java.util.Set;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
 import java.util.function.Supplier;
@@ -28,7 +26,6 @@ final class ProducerSession extends Sender {
     private final String name;
     private final SendQueue queue;
     private final Supplier<Entry> takeFilling;
-    private final Set<String> older = new HashSet<>(); // the sidecars that have answered Open with a lower term
     private ScheduledFuture<?> rewinds;
     private boolean hasResumedInVain; // after a refusal, and no receipt has arrived since
 
@@ -82,16 +79,8 @@ final class ProducerSession extends Sender {
             SeqdedupeException e = SeqdedupeException.of(r.getReason(), SeqdedupeException.NEVER, r.getMessage(), details);
             throw e.is("INVALID_EPOCH") ? unknownSession(e) : e;
         }
-        if (answer.getTerm() >= queue.term) {
-            older.clear();
-        } else {
-            // A sidecar with a lower term is not the owner, unless all sidecars have a lower one.
-            older.add(address);
-            if (!older.containsAll(client.sidecars.addresses())) {
-                throw SeqdedupeException.of("NOT_OWNER", "the sidecar at %s answers with term %d, lower than %d before",
-                        address, answer.getTerm(), queue.term);
-            }
-        }
+        // If the whole history was replaced, the queue decides which messages are lost.
+        route.isReplaced(answer.getTerm(), queue.term);
         if (queue.open(answer)) {
             LOG.log(System.Logger.Level.WARNING, "The topic {0} has forgotten the producer {1}, as its policy says. A message "
                     + "that is sent again is stored again.", topic, name);
@@ -169,8 +158,8 @@ final class ProducerSession extends Sender {
     }
 
     @Override
-    void streamEnded(boolean wasAccepted) {
-        if (!wasAccepted) {
+    void streamEnded(boolean mayHaveReadFrames) {
+        if (!mayHaveReadFrames) {
             queue.nothingArrived();
         }
         if (rewinds != null) {

@@ -40,6 +40,8 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     private static final int REQUESTED_ANSWERS = 64;
     private static final Metadata.Key<String> GREETING =
             Metadata.Key.of("seqdedupe-greeting", Metadata.ASCII_STRING_MARSHALLER);
+    /** With this detail of the final error, the sidecar has taken none of the stream's frames. */
+    private static final String FRAMES_TAKEN = "frames_taken";
 
     private final Client client;
     private final String address;
@@ -256,7 +258,8 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
         }
         SeqdedupeException why = SeqdedupeException.ofStream(status.asRuntimeException(trailers), address);
         // A sidecar accepts a stream before it reads a frame, so a reason without an acceptance refuses the stream.
-        end(why, hasHeaders || isAccepted || why.isOfConnection());
+        boolean isRefused = why.details().containsKey(FRAMES_TAKEN) || !(hasHeaders || isAccepted || why.isOfConnection());
+        end(why, !isRefused);
     }
 
     private void end(SeqdedupeException why) {

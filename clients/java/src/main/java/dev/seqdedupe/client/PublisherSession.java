@@ -8,11 +8,9 @@ import java.util.ArrayDeque;
 import java.util.ArrayList;
 import java.util.Collections;
 import java.util.Deque;
-import java.util.HashSet;
 import java.util.LinkedHashMap;
 import java.util.List;
 import java.util.Map;
-import java.util.Set;
 import java.util.TreeMap;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.TimeUnit;
@@ -29,7 +27,6 @@ final class PublisherSession extends Sender {
     private final InFlight inFlight;
     private final Deque<Entry> ready = new ArrayDeque<>();
     private final Map<Long, Entry> out = new LinkedHashMap<>(); // by frame
-    private final Set<String> older = new HashSet<>(); // the sidecars that have answered with a lower term
     private final TreeMap<Long, Long> runs = new TreeMap<>(); // of new messages: the first index, and the next
     private SeqdedupeException failure;
     private long delayUntil = System.nanoTime();
@@ -122,8 +119,12 @@ final class PublisherSession extends Sender {
             }
         }
         SeqdedupeException elsewhere = null;
+        // Without the topic's state, a sidecar answers with the term 0.
+        boolean isFormerOwner = 0 < answer.getTerm() && answer.getTerm() < term;
         for (Refusal refusal : refusals) {
-            SeqdedupeException why = SeqdedupeException.of(refusal);
+            SeqdedupeException why = isFormerOwner
+                    ? route.formerOwner(answer.getTerm(), term)
+                    : SeqdedupeException.of(refusal);
             Entry entry = out.remove(refusal.getFrame());
             entry.openFrames--;
             if (entry.isSettled()) {
@@ -152,14 +153,9 @@ final class PublisherSession extends Sender {
     }
 
     private void checkHistory(PublishStreamResponse answer, List<Receipt> receipts) {
-        if (answer.getTerm() >= term) {
-            older.clear();
-        } else {
-            older.add(route.address());
-            String what = String.format("the sidecar answers with an older state than before: term %d (%d before)",
+        if (route.isReplaced(answer.getTerm(), term)) {
+            throw SeqdedupeException.of("DATA_LOSS", "the sidecar answers with an older state than before: term %d (%d before)",
                     answer.getTerm(), term);
-            boolean isLoss = older.containsAll(client.sidecars.addresses());
-            throw SeqdedupeException.of(isLoss ? "DATA_LOSS" : "NOT_OWNER", "%s", what);
         }
         if (hasReceipts && answer.getIncarnation() != incarnation) {
             throw SeqdedupeException.of("DATA_LOSS", "the topic was created again: its incarnation is %d, and was %d before",
@@ -202,9 +198,9 @@ final class PublisherSession extends Sender {
     }
 
     @Override
-    void streamEnded(boolean wasAccepted) {
+    void streamEnded(boolean mayHaveReadFrames) {
         List<Entry> unanswered = new ArrayList<>(out.values());
-        if (!wasAccepted) {
+        if (!mayHaveReadFrames) {
             unanswered.forEach(entry -> entry.openFrames--);
         }
         Collections.reverse(unanswered);

@@ -21,7 +21,9 @@ final class Route {
     private final List<String> order;
     private final Map<String, SeqdedupeException> asked = new HashMap<>(); // in this round
     private final Set<String> unknownTo = new HashSet<>(); // since the last success
+    private final Set<String> older = new HashSet<>(); // with a lower term, since the last answer with the highest term
     private String address;
+    private String newest; // the sidecar with the highest term so far
     private int redirects;
     private int returns;
     private boolean isOver;
@@ -29,7 +31,7 @@ final class Route {
     Route(Sidecars sidecars, String topic) {
         this.sidecars = sidecars;
         order = sidecars.inOrder(topic);
-        address = order.get(0);
+        address = newest = order.get(0);
     }
 
     String address() {
@@ -94,6 +96,30 @@ final class Route {
         }
         unknownTo.add(address);
         return unknownTo.containsAll(order) ? e : SeqdedupeException.of("NOT_OWNER", "%s", e.getMessage()).because(e);
+    }
+
+    /**
+     * Handles the term in an answer of the sidecar at the address; `highest` is that of earlier answers. Returns whether
+     * the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term, have a lower one.
+     * If only some have, this sidecar is a former owner: throws NOT_OWNER.
+     */
+    boolean isReplaced(long term, long highest) {
+        if (term >= highest) {
+            newest = address;
+            older.clear();
+            return false;
+        }
+        older.add(address);
+        if (older.contains(newest) && older.containsAll(order)) {
+            return true;
+        }
+        throw formerOwner(term, highest);
+    }
+
+    /** Returns the error of a former owner. It names the sidecar with the highest term, which may be in a domain. */
+    SeqdedupeException formerOwner(long term, long highest) {
+        String what = String.format("the sidecar at %s answers with term %d, lower than %d before", address, term, highest);
+        return SeqdedupeException.of("NOT_OWNER", 0, what, Map.of(OWNER_ADDRESS, newest));
     }
 
     /** Whether a sidecar asked in this round has returned an error that usually passes soon. */

@@ -81,7 +81,7 @@ final class SendQueue {
         lastQueued = entry.ids.get(entry.rows - 1);
     }
 
-    /** The sidecar has not accepted the stream, so no frame in flight has stored anything. */
+    /** The sidecar has read no frame of the stream, so no frame in flight has stored anything. */
     void nothingArrived() {
         unanswered.values().forEach(entry -> entry.openFrames--);
         unanswered.clear();

@@ -59,8 +59,8 @@ abstract class Sender implements AutoCloseable {
     /** Handles the answers to its frames. If it throws an error, only this sender leaves the stream. */
     abstract void take(PublishStreamResponse answer, List<Receipt> receipts, List<Refusal> refusals);
 
-    /** The frames in flight will get no answer. If the sidecar has not accepted the stream, they have stored nothing. */
-    abstract void streamEnded(boolean wasAccepted);
+    /** The frames in flight will get no answer. Unless the sidecar may have read them, they have stored nothing. */
+    abstract void streamEnded(boolean mayHaveReadFrames);
 
     /** Returns the error for the caller, instead of an error that no other attempt cures. Null: connect again. */
     abstract SeqdedupeException converted(SeqdedupeException e);
@@ -192,12 +192,12 @@ abstract class Sender implements AutoCloseable {
     }
 
     /** Handles the end of an attempt, or of a stream that the sidecar may have refused. */
-    final void lost(SeqdedupeException why, boolean wasAccepted) {
+    final void lost(SeqdedupeException why, boolean mayHaveReadFrames) {
         stream = null;
         if (hasEnded) {
             return;
         }
-        streamEnded(wasAccepted);
+        streamEnded(mayHaveReadFrames);
         isInTrouble = true;
         SeqdedupeException e = route.doubted(why);
         if (!e.isTemporary()) {

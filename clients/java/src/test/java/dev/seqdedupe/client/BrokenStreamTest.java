@@ -1,6 +1,7 @@
 package dev.seqdedupe.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertFalse;
 import static org.junit.jupiter.api.Assertions.assertNotEquals;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
@@ -129,6 +130,26 @@ class BrokenStreamTest extends WithFakeSidecar {
         assertEquals("a.example.org:1", sidecars.allowed("A.example.org:1"));
         assertEquals(null, sidecars.allowed("elsewhere.org#.example.org:1"));
         assertEquals(null, sidecars.allowed("10.0.0.4:6660"));
+    }
+
+    /** It may be in a domain: a former owner behind the only listed address is not all there is. */
+    @ParameterizedTest
+    @ValueSource(strings = {"a:1,b.svc:1", "a:1,*.svc"})
+    void aTopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(String given) {
+        Route route = new Route(Sidecars.parse(given), "");
+        route.movesOn(SeqdedupeException.of("NOT_OWNER", 0, "moved", Map.of(Route.OWNER_ADDRESS, "b.svc:1")));
+        assertFalse(route.isReplaced(5, 0));
+        for (int time = 0; time < 2; time++) {
+            do {
+                route.movesOn(SeqdedupeException.of("UNREACHABLE", "gone"));
+            } while (!route.address().equals("a:1"));
+            SeqdedupeException former = assertThrows(SeqdedupeException.class, () -> route.isReplaced(4, 5));
+            assertEquals("NOT_OWNER", former.reason());
+            route.movesOn(former);
+            assertEquals("b.svc:1", route.address());
+        }
+        assertTrue(route.isReplaced(4, 5));
+        assertFalse(route.isReplaced(5, 5));
     }
 
     @Test
