@@ -340,8 +340,8 @@ class Delivery:
         self._ready.clear()
 
     async def _connect(self) -> None:
-        """Send frames and handle answers until the stream ends. Batches without a receipt are then sent again over the
-        next stream."""
+        """Send frames and handle answers until the stream ends, which the sidecar accepts before it reads a frame.
+        Batches without a receipt are then sent again over the next stream."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
         is_refused = False
@@ -359,7 +359,6 @@ class Delivery:
                 watch=lambda: self._watch(address),
             )
         except SeqdedupeError as e:
-            # A sidecar accepts a stream before it reads a frame.
             is_refused = FRAMES_TAKEN in e.numbers or not (self._is_taken or isinstance(e, UnavailableError))
             if isinstance(e, UnavailableError) and may_break_for_a_frame(e):
                 self._broke(e)
@@ -389,8 +388,7 @@ class Delivery:
             await asyncio.sleep(left_seconds)
 
     async def _until_taken(self) -> None:
-        """Wait until the sidecar answers on this stream. If the sidecar does not accept the stream, the stream ends,
-        and the frame is not the cause."""
+        """Wait until the sidecar answers on this stream. If it does not, a frame is not the cause of the end."""
         while not self._is_taken:
             self._news.clear()
             await self._news.wait()
@@ -447,7 +445,8 @@ class Delivery:
         for refusal in answer.refusals:
             why = refusal_error(refusal)
             if (call := self._out.pop(refusal.frame, None)) is not None:
-                if 0 < answer.term < self._history.term:  # without the topic's state, a sidecar answers with 0
+                # Without the topic's state, a sidecar answers with 0.
+                if 0 < answer.term < self._history.term and not isinstance(why, UnavailableError):
                     why = self._route.former_owner(answer.term, self._history.term)
                 self._refused(call, why)
         if not self._out:
@@ -464,8 +463,8 @@ class Delivery:
         history.take(answer.incarnation, answer.term, answer.durable_index)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None and receipt.first_index >= 0:
-                is_mixed = len(receipt.verdicts) > 0
-                rows = np.count_nonzero(receipt.verdicts == Verdict.NOT_DUP) if is_mixed else len(call.batch)
+                some = receipt.verdicts
+                rows = np.count_nonzero(some == Verdict.NOT_DUP) if len(some) else len(call.batch)
                 if rows:
                     history.given(receipt.first_index, int(rows))
 
@@ -620,8 +619,8 @@ class Publisher:
         await self.close()
 
     async def close(self) -> None:
-        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN. To know the outcome of these calls, wait for them
-        before closing. Later calls raise INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first. Later calls raise
+        INVALID_REQUEST."""
         await self._delivery.close()
 
     def abandon(self) -> None:
@@ -642,14 +641,15 @@ class Publisher:
         The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new ID, and keeps that ID
         when it is resent. A second call without an ID sends a different message.
 
-        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
-        After AccessDeniedError, NotFoundError, DamagedError or DataLossError, the publisher has ended. DataLossError
-        means that the topic contradicts earlier receipts.
+        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`,
+        and instead of a refusal if the message may be in the log already. After AccessDeniedError, NotFoundError,
+        DamagedError or DataLossError, the publisher has ended. DataLossError means that the topic contradicts earlier
+        receipts.
         """
-        one = new_id() if deduplication_id is None else deduplication_id
+        ids = None if deduplication_id is None else [deduplication_id]
         times = None if event_time is None else [milliseconds(event_time)]
         keys, properties_of = None if key is None else [key], None if properties is None else [properties]
-        return (await self.send_batch([payload], [one], keys=keys, event_times_ms=times, properties=properties_of))[0]
+        return (await self.send_batch([payload], ids, keys=keys, event_times_ms=times, properties=properties_of))[0]
 
     async def send_batch(
         self,

@@ -201,7 +201,7 @@ class Route:
         self._asked: set[SidecarAddress] = set()  # the sidecars asked in this round
         self._said: dict[SidecarAddress, UnavailableError] = {}  # the last error of each sidecar, the latest at the end
         self._unknown_to: set[SidecarAddress] = set()  # since the last success
-        self._newest: SidecarAddress | None = None  # the sidecar with the highest term so far
+        self._newest = self.address  # the sidecar with the highest term so far
         self._older: set[SidecarAddress] = set()  # the sidecars with a lower term, since the last answer of `_newest`
         self._redirects = 0
         self._returns = 0  # since the last success
@@ -256,14 +256,14 @@ class Route:
             self._older.clear()
             return False
         self._older.add(self.address)
-        if self._older.issuperset({*self._order, self._newest or self.address}):
+        if self._older.issuperset({*self._order, self._newest}):
             return True
         raise self.former_owner(term, highest)
 
     def former_owner(self, term: int, highest: int) -> SeqdedupeError:
         """Return the error for an answer of a former owner, whose term is lower than the highest before."""
         what = f"the sidecar at {self.address} answers with term {term}, lower than {highest} before"
-        return error("NOT_OWNER", what, owner_address=str(self._newest or ""))
+        return error("NOT_OWNER", what, owner_address=str(self._newest))
 
     def goes_well(self) -> None:
         """Record a successful call to the sidecar at `address`. After the next error, all sidecars may be asked

@@ -107,8 +107,8 @@ class Publisher:
         run(lambda: self.on_loop.__aexit__(kind, failure, trace))
 
     def close(self) -> None:
-        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN. To know the outcome of these calls, wait for them
-        before closing. Later calls raise INVALID_REQUEST."""
+        """End the publisher. Calls in progress raise OUTCOME_UNKNOWN: wait for them first. Later calls raise
+        INVALID_REQUEST."""
         run(self.on_loop.close)
 
     def send(
@@ -125,9 +125,10 @@ class Publisher:
         The ID has 1 to 255 bytes; text is encoded as UTF-8. Without an ID the message gets a new ID, and keeps that ID
         when it is resent. A second call without an ID sends a different message.
 
-        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`.
-        After AccessDeniedError, NotFoundError, DamagedError or DataLossError, the publisher has ended. DataLossError
-        means that the topic contradicts earlier receipts.
+        Raises InvalidRequestError. Raises OutcomeUnknownError if no receipt arrives within `delivery_timeout_seconds`,
+        and instead of a refusal if the message may be in the log already. After AccessDeniedError, NotFoundError,
+        DamagedError or DataLossError, the publisher has ended. DataLossError means that the topic contradicts earlier
+        receipts.
         """
         return run(
             lambda: self.on_loop.send(

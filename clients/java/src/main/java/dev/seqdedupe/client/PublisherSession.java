@@ -122,9 +122,10 @@ final class PublisherSession extends Sender {
         // Without the topic's state, a sidecar answers with the term 0.
         boolean isFormerOwner = 0 < answer.getTerm() && answer.getTerm() < term;
         for (Refusal refusal : refusals) {
-            SeqdedupeException why = isFormerOwner
-                    ? route.formerOwner(answer.getTerm(), term)
-                    : SeqdedupeException.of(refusal);
+            SeqdedupeException why = SeqdedupeException.of(refusal);
+            if (isFormerOwner && !why.isTemporary()) {
+                why = route.formerOwner(answer.getTerm(), term);
+            }
             Entry entry = out.remove(refusal.getFrame());
             entry.openFrames--;
             if (entry.isSettled()) {
