@@ -385,6 +385,39 @@ func TestRouteFollowsTheWeightsOfTheContract(t *testing.T) {
 	}
 }
 
+func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
+	for _, given := range []string{"a:1", "a:1,b.svc:1", "a:1,*.svc"} { // it may be in a domain, and not in the list
+		s := first(parseSidecars(given))
+		r := newRoute(&s, "")
+		if !s.isOne() {
+			r.address = "b.svc:1"
+		}
+		if replaced, e := r.isReplaced(5, 0); replaced || e != nil {
+			t.Fatal(given, replaced, e)
+		}
+		for range 2 {
+			if s.isOne() {
+				break
+			}
+			r.beginRound()
+			r.address = "a:1"
+			replaced, e := r.isReplaced(4, 5)
+			if replaced || e == nil || e.Reason != "NOT_OWNER" {
+				t.Fatal(given, replaced, e)
+			}
+			if !r.movesOn(e) || r.address != "b.svc:1" {
+				t.Fatal(given, r.address)
+			}
+		}
+		if replaced, e := r.isReplaced(4, 5); !replaced || e != nil {
+			t.Error(given, replaced, e)
+		}
+		if replaced, e := r.isReplaced(5, 5); replaced || e != nil {
+			t.Error(given, replaced, e)
+		}
+	}
+}
+
 func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 	for name, change := range map[string]func(*pb.PublishStreamResponse){
 		"incarnation": func(a *pb.PublishStreamResponse) { a.Incarnation++ },
@@ -436,6 +469,27 @@ func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
 		err := <-answers
 		if (reasonOf(err) == "OUTCOME_UNKNOWN") == isAnswered || !errors.Is(err, ErrAccessDenied) {
 			t.Error(isAnswered, err)
+		}
+	}
+}
+
+func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
+	for _, isAccepted := range []bool{false, true} {
+		s := newScript(t)
+		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+		defer p.Close()
+		answers := make(chan error, 1)
+		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		stream := <-s.streams
+		first(stream.Recv())
+		want := "UNAUTHENTICATED"
+		if isAccepted { // the control
+			stream.SendHeader(nil)
+			want = "OUTCOME_UNKNOWN"
+		}
+		s.ends <- withDetails(codes.Unauthenticated, "UNAUTHENTICATED", -1)
+		if err := <-answers; reasonOf(err) != want {
+			t.Error(isAccepted, err)
 		}
 	}
 }
