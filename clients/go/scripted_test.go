@@ -386,19 +386,14 @@ func TestRouteFollowsTheWeightsOfTheContract(t *testing.T) {
 }
 
 func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
-	for _, given := range []string{"a:1", "a:1,b.svc:1", "a:1,*.svc"} { // it may be in a domain, and not in the list
+	for _, given := range []string{"a:1,b.svc:1", "a:1,*.svc"} { // it may be in a domain, and not in the list
 		s := first(parseSidecars(given))
 		r := newRoute(&s, "")
-		if !s.isOne() {
-			r.address = "b.svc:1"
-		}
+		r.address = "b.svc:1"
 		if replaced, e := r.isReplaced(5, 0); replaced || e != nil {
 			t.Fatal(given, replaced, e)
 		}
 		for range 2 {
-			if s.isOne() {
-				break
-			}
 			r.beginRound()
 			r.address = "a:1"
 			replaced, e := r.isReplaced(4, 5)
@@ -413,6 +408,9 @@ func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
 			t.Error(given, replaced, e)
 		}
 		if replaced, e := r.isReplaced(5, 5); replaced || e != nil {
+			t.Error(given, replaced, e)
+		}
+		if replaced, e := r.isReplaced(4, 5); replaced || e == nil { // the others count only since then
 			t.Error(given, replaced, e)
 		}
 	}
@@ -474,7 +472,14 @@ func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
 }
 
 func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
-	for _, isAccepted := range []bool{false, true} {
+	for _, one := range []struct {
+		isAccepted   bool
+		reason, want string
+	}{
+		{false, "UNAUTHENTICATED", "UNAUTHENTICATED"},
+		{true, "UNAUTHENTICATED", "OUTCOME_UNKNOWN"}, // the control
+		{true, "TOPIC_NOT_FOUND", "TOPIC_NOT_FOUND"}, // there is no topic that could have it
+	} {
 		s := newScript(t)
 		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
 		defer p.Close()
@@ -482,14 +487,12 @@ func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
 		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
 		stream := <-s.streams
 		first(stream.Recv())
-		want := "UNAUTHENTICATED"
-		if isAccepted { // the control
+		if one.isAccepted {
 			stream.SendHeader(nil)
-			want = "OUTCOME_UNKNOWN"
 		}
-		s.ends <- withDetails(codes.Unauthenticated, "UNAUTHENTICATED", -1)
-		if err := <-answers; reasonOf(err) != want {
-			t.Error(isAccepted, err)
+		s.ends <- withDetails(codes.Unauthenticated, one.reason, -1)
+		if err := <-answers; reasonOf(err) != one.want {
+			t.Error(one, err)
 		}
 	}
 }
