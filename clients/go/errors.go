@@ -52,6 +52,8 @@ type Error struct {
 
 	kind  error
 	cause error
+	// tookNone: a publish stream has ended with this error, and the sidecar has taken none of its frames.
+	tookNone bool
 }
 
 func (e *Error) Error() string { return e.Message + " [" + e.Reason + "]" }
@@ -95,7 +97,10 @@ func newError(reason string, delay time.Duration, message string, details map[st
 		kind = ErrInvalidRequest
 	}
 	message = strings.TrimSuffix(message, " ["+reason+"]")
-	return &Error{Reason: reason, Message: message, RetryDelay: delay, Details: details, kind: kind}
+	return &Error{
+		Reason: reason, Message: message, RetryDelay: delay, Details: details, kind: kind,
+		tookNone: details["frames_taken"] == "0",
+	}
 }
 
 // errorf returns an error that the client itself has found.

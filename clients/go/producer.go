@@ -100,7 +100,6 @@ type Producer struct {
 	seat     *seat         // while a stream serves the session
 	route    *route
 	delays   delays
-	older    map[string]bool // the sidecars that have answered Open with a lower term
 	rewinds  *time.Timer
 	isClosed bool
 	// inTrouble: a call has failed or was refused since the last receipt.
@@ -126,7 +125,7 @@ func (c *Client) NewProducer(ctx context.Context, topic, name string, options Pr
 		client: c, topic: full, name: name, options: options,
 		started: make(chan struct{}), ended: make(chan struct{}), added: make(chan struct{}, 1),
 		queue: newQueue(name), lastSent: -1, lastID: -1,
-		route: newRoute(&c.sidecars, full), delays: delays{longest: longestDelay}, older: map[string]bool{},
+		route: newRoute(&c.sidecars, full), delays: delays{longest: longestDelay},
 	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	go p.run()
@@ -496,7 +495,9 @@ func (p *Producer) connect() error {
 	isForgotten := false
 	if e == nil {
 		isForgotten = p.queue.isForgottenBy(answer)
-		e = p.opened(address, answer)
+		if _, e = p.route.isReplaced(answer.Term, p.queue.term); e == nil {
+			e = p.queue.open(answer) // if the history was replaced, it returns the loss
+		}
 	} else if d := p.route.doubted(e); isResume && d == e && (e.Reason == "INVALID_EPOCH" || e.Reason == "TOPIC_NOT_FOUND") {
 		e = errorf("DATA_LOSS", "the sidecar does not know the session that it has opened: %s", e.Message).with(e)
 	}
@@ -520,22 +521,6 @@ func (p *Producer) connect() error {
 		p.rewinds = nil
 	}
 	return err
-}
-
-// opened handles an answer to Open. A sidecar with a lower term than before is not the owner, unless all have one.
-func (p *Producer) opened(address string, answer *pb.OpenResponse) *Error {
-	if answer.Term >= p.queue.term {
-		clear(p.older)
-	} else {
-		p.older[address] = true
-		for _, other := range p.client.sidecars.addresses {
-			if !p.older[other] {
-				return errorf("NOT_OWNER", "the sidecar at %s answers with term %d, lower than %d before",
-					address, answer.Term, p.queue.term)
-			}
-		}
-	}
-	return p.queue.open(answer)
 }
 
 // open starts or resumes the session of one name.
@@ -590,7 +575,7 @@ func (p *Producer) take(s *seat, answer *pb.PublishStreamResponse, receipts []*p
 			answer.Incarnation, q.incarnation)
 	}
 	if answer.Term < q.term {
-		return errorf("NOT_OWNER", "an answer has the term %d, lower than %d before", answer.Term, q.term)
+		return p.route.formerOwner(answer.Term, q.term)
 	}
 	q.term = answer.Term
 	waiting := q.waiting

@@ -50,7 +50,6 @@ type Publisher struct {
 	delays  delays
 	resends *time.Timer // while sending pauses
 	history history
-	older   map[string]bool
 	failure error
 	refusal *Error // why nothing has become durable lately
 	answers bool   // a sidecar has answered
@@ -68,12 +67,12 @@ type publish struct {
 	isUncertain bool
 }
 
-// refuse ends the batch with a final refusal: OUTCOME_UNKNOWN, if an earlier frame may have taken effect.
-func (p *publish) refuse(err error) {
-	if p.isUncertain && !errors.Is(err, ErrOutcomeUnknown) && !errors.Is(err, ErrDataLoss) {
-		err = errorf("OUTCOME_UNKNOWN", "what was sent before may be in the log or not: %v", err).with(err)
+// refuse ends the batch with this error, or with OUTCOME_UNKNOWN if an earlier frame may have taken effect.
+func (p *publish) refuse(e *Error) {
+	if p.isUncertain && !e.isTemporary() && !errors.Is(e, ErrNotFound) && !errors.Is(e, ErrDataLoss) {
+		e = errorf("OUTCOME_UNKNOWN", "what was sent before may be in the log or not: %v", e).with(e)
 	}
-	p.end(err)
+	p.end(e)
 }
 
 func (p *publish) end(err error) {
@@ -96,7 +95,7 @@ func (c *Client) NewPublisher(topic string, options PublisherOptions) (*Publishe
 		client: c, topic: full, timeout: options.DeliveryTimeout,
 		work: make(chan struct{}, 1), ended: make(chan struct{}),
 		out: map[uint64]*publish{}, route: newRoute(&c.sidecars, full),
-		delays: delays{longest: time.Second}, older: map[string]bool{},
+		delays: delays{longest: time.Second},
 	}
 	p.ctx, p.cancel = context.WithCancel(context.Background())
 	go p.run()
@@ -236,7 +235,7 @@ func (p *Publisher) wake() {
 	}
 }
 
-func (p *Publisher) fail(err error) {
+func (p *Publisher) fail(err *Error) {
 	if p.failure == nil {
 		p.failure = err
 	}
@@ -284,6 +283,7 @@ func (p *Publisher) connect() error {
 	err := p.client.attend(p.ctx, address, p.topic, p)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	tookNone := asError(err, address).tookNone
 	numbers := make([]uint64, 0, len(p.out))
 	for number := range p.out {
 		numbers = append(numbers, number)
@@ -291,7 +291,7 @@ func (p *Publisher) connect() error {
 	slices.Sort(numbers)
 	again := make([]*publish, 0, len(numbers)+len(p.ready))
 	for _, number := range numbers {
-		p.out[number].isUncertain = true
+		p.out[number].isUncertain = p.out[number].isUncertain || !tookNone
 		again = append(again, p.out[number])
 	}
 	p.ready = append(again, p.ready...)
@@ -395,6 +395,9 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 		}
 		delete(p.out, r.Frame)
 		why := refusalError(r)
+		if 0 < answer.Term && answer.Term < p.history.term { // without the topic's state, a sidecar answers with 0
+			why = p.route.formerOwner(answer.Term, p.history.term)
+		}
 		if !why.isTemporary() {
 			one.refuse(why)
 			continue
@@ -419,16 +422,11 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 
 // check compares an answer with earlier receipts. A former owner answers duplicates from memory, with a lower term.
 func (p *Publisher) check(answer *pb.PublishStreamResponse, receipts []*pb.Receipt) *Error {
-	if answer.Term >= p.history.term {
-		clear(p.older)
-	} else {
-		p.older[p.route.address] = true
-		for _, address := range p.client.sidecars.addresses {
-			if !p.older[address] {
-				return errorf("NOT_OWNER", "%s answers with term %d, lower than %d before",
-					p.route.address, answer.Term, p.history.term)
-			}
-		}
+	isReplaced, e := p.route.isReplaced(answer.Term, p.history.term)
+	if e != nil {
+		return e
+	}
+	if isReplaced {
 		return errorf("DATA_LOSS", "every sidecar answers with an older state than before: term %d (%d before)",
 			answer.Term, p.history.term)
 	}

@@ -141,6 +141,8 @@ type route struct {
 	address   string
 	asked     map[string]*Error // the sidecars of this round, and their errors
 	unknownTo map[string]bool   // since the last success
+	newest    string            // the sidecar with the highest term so far
+	older     map[string]bool   // the sidecars with a lower term, since the last answer of newest
 	redirects int
 	returns   int
 	over      bool
@@ -148,7 +150,7 @@ type route struct {
 
 func newRoute(s *sidecars, topic string) *route {
 	order := s.inOrder(topic)
-	r := &route{sidecars: s, order: order, address: order[0], unknownTo: map[string]bool{}}
+	r := &route{sidecars: s, order: order, address: order[0], unknownTo: map[string]bool{}, older: map[string]bool{}}
 	r.beginRound()
 	return r
 }
@@ -212,6 +214,31 @@ func (r *route) doubted(e *Error) *Error {
 			return errorf("NOT_OWNER", "%s", e.Message)
 		}
 	}
+	return e
+}
+
+// isReplaced handles the term in an answer of the sidecar at address; highest is the highest term of earlier answers. It
+// reports whether the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term (it
+// may be in a domain), answer with a lower term. If only some do, it returns the error of a former owner.
+func (r *route) isReplaced(term, highest int64) (bool, *Error) {
+	if term >= highest {
+		r.newest = r.address
+		clear(r.older)
+		return false, nil
+	}
+	r.older[r.address] = true
+	for _, address := range append([]string{r.newest}, r.order...) {
+		if !r.older[address] {
+			return false, r.formerOwner(term, highest)
+		}
+	}
+	return true, nil
+}
+
+// formerOwner returns the error for an answer of a former owner. It names the sidecar with the highest term.
+func (r *route) formerOwner(term, highest int64) *Error {
+	e := errorf("NOT_OWNER", "the sidecar at %s answers with term %d, lower than %d before", r.address, term, highest)
+	e.Details = map[string]string{ownerAddress: r.newest}
 	return e
 }
 

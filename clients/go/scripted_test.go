@@ -385,6 +385,37 @@ func TestRouteFollowsTheWeightsOfTheContract(t *testing.T) {
 	}
 }
 
+func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
+	for _, given := range []string{"a:1,b.svc:1", "a:1,*.svc"} { // it may be in a domain, and not in the list
+		s := first(parseSidecars(given))
+		r := newRoute(&s, "")
+		r.address = "b.svc:1"
+		if replaced, e := r.isReplaced(5, 0); replaced || e != nil {
+			t.Fatal(given, replaced, e)
+		}
+		for range 2 {
+			r.beginRound()
+			r.address = "a:1"
+			replaced, e := r.isReplaced(4, 5)
+			if replaced || e == nil || e.Reason != "NOT_OWNER" {
+				t.Fatal(given, replaced, e)
+			}
+			if !r.movesOn(e) || r.address != "b.svc:1" {
+				t.Fatal(given, r.address)
+			}
+		}
+		if replaced, e := r.isReplaced(4, 5); !replaced || e != nil {
+			t.Error(given, replaced, e)
+		}
+		if replaced, e := r.isReplaced(5, 5); replaced || e != nil {
+			t.Error(given, replaced, e)
+		}
+		if replaced, e := r.isReplaced(4, 5); replaced || e == nil { // the others count only since then
+			t.Error(given, replaced, e)
+		}
+	}
+}
+
 func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 	for name, change := range map[string]func(*pb.PublishStreamResponse){
 		"incarnation": func(a *pb.PublishStreamResponse) { a.Incarnation++ },
@@ -436,6 +467,32 @@ func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
 		err := <-answers
 		if (reasonOf(err) == "OUTCOME_UNKNOWN") == isAnswered || !errors.Is(err, ErrAccessDenied) {
 			t.Error(isAnswered, err)
+		}
+	}
+}
+
+func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
+	for _, one := range []struct {
+		isAccepted   bool
+		reason, want string
+	}{
+		{false, "UNAUTHENTICATED", "UNAUTHENTICATED"},
+		{true, "UNAUTHENTICATED", "OUTCOME_UNKNOWN"}, // the control
+		{true, "TOPIC_NOT_FOUND", "TOPIC_NOT_FOUND"}, // there is no topic that could have it
+	} {
+		s := newScript(t)
+		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
+		defer p.Close()
+		answers := make(chan error, 1)
+		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		stream := <-s.streams
+		first(stream.Recv())
+		if one.isAccepted {
+			stream.SendHeader(nil)
+		}
+		s.ends <- withDetails(codes.Unauthenticated, one.reason, -1)
+		if err := <-answers; reasonOf(err) != one.want {
+			t.Error(one, err)
 		}
 	}
 }

@@ -181,7 +181,11 @@ func (st *stream) exchange() *Error {
 	for {
 		answer, err := call.Recv()
 		if err != nil {
-			return st.reason(err)
+			e := st.reason(err)
+			if header, _ := call.Header(); header == nil && st.ctx.Err() == nil && !e.isTemporary() {
+				e.tookNone = true // a sidecar accepts a stream, with metadata, before it takes a frame
+			}
+			return e
 		}
 		if e := st.take(answer); e != nil {
 			return e
