@@ -395,7 +395,8 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 		}
 		delete(p.out, r.Frame)
 		why := refusalError(r)
-		if 0 < answer.Term && answer.Term < p.history.term { // without the topic's state, a sidecar answers with 0
+		// Without the topic's state, a sidecar answers with 0.
+		if 0 < answer.Term && answer.Term < p.history.term && !why.isTemporary() {
 			why = p.route.formerOwner(answer.Term, p.history.term)
 		}
 		if !why.isTemporary() {
