@@ -150,6 +150,7 @@ STAYING: Mapping[str, int] = {
     "tests/client/test_foreign_status.py::test_what_is_open_goes_on[": 4,
     "tests/client/test_imports.py::test_what_it_must_not_import": 1,
     "tests/client/test_interrupts.py::test_an_interrupt_at_any_step": 1,
+    "tests/client_conformance/test_sidecar.py::test_kills_of_client_and_sidecar": 4,
     "tests/core/test_id_slots.py::test_control_a_planted_bug": 1,
     "tests/core/test_id_slots.py::test_each_id_is_found": 2,
     "tests/core/test_id_slots.py::test_the_histories_are_not_empty": 0,

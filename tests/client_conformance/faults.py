@@ -67,6 +67,17 @@ def drops_a_resend() -> None:
     _before(SendQueue, "refused", before)
 
 
+def renumbers_a_resend() -> None:
+    """After a break, what has no receipt is sent again under other IDs."""
+
+    def before(queue: SendQueue, *_: int) -> None:
+        for entry in queue.entries:
+            if entry.batch is not None and not entry.has_receipts and queue.counters.connections:
+                entry.batch.sequence_ids = entry.batch.sequence_ids + 1000
+
+    _before(SendQueue, "open", before)
+
+
 def opens_without_epochs() -> None:
     """A resume is a new session."""
     open_name = Openings.open
@@ -135,6 +146,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         ignores_unknown,
         gives_up_on_recovering,
         drops_a_resend,
+        renumbers_a_resend,
         opens_without_epochs,
         goes_on_after_data_loss,
         ignores_delays,
@@ -153,9 +165,9 @@ def _before(kind: type, name: str, act: Callable[..., None]) -> None:
     method = getattr(kind, name)
 
     @functools.wraps(method)
-    def replaced(*given: Any) -> Any:
+    def replaced(*given: Any, **named: Any) -> Any:
         act(*given)
-        return method(*given)
+        return method(*given, **named)
 
     setattr(kind, name, replaced)
 

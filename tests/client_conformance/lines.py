@@ -151,9 +151,13 @@ class Program:
         assert hello["protocol"] == PROTOCOL, self.said(f"this harness speaks version {PROTOCOL}")
         self._lacks = frozenset(hello["lacks"])
 
+    def has(self, what: str) -> bool:
+        """Whether the client does not lack this."""
+        return what not in self._lacks
+
     def needs(self, what: str) -> None:
         """Skips the scenario if the client lacks this."""
-        if what in self._lacks:
+        if not self.has(what):
             pytest.skip(f"{self.client.name} has no {what}")
 
     # -- Commands.

@@ -39,6 +39,10 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
         partial(scenarios.test_a_refusal_with_a_delay_is_sent_again_after_it, reason="QUEUE_FULL", delay_ms=0),
         "Open was called where there were due: the messages",
     ),
+    "renumbers-a-resend": (
+        partial(scenarios.test_a_stream_that_ends_is_begun_again, code=grpc.StatusCode.UNAVAILABLE),
+        "messages .*1001",
+    ),
     "opens-without-epochs": (
         partial(scenarios.test_a_stream_that_ends_is_begun_again, code=grpc.StatusCode.UNAVAILABLE),
         r"Open has the epochs \[\], and not",

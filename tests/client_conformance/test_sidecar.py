@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import random
 import shutil
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -15,10 +16,13 @@ from seqdedupe.testing import Sidecar
 from seqdedupe.v1 import batch_pb2
 from tests.client.foreign import answering_http
 from tests.client.proxy import Proxy
-from tests.client_conformance.lines import Message, Program, numbered
+from tests.client_conformance.conftest import ROOT, python_program
+from tests.client_conformance.lines import Client, Command, Message, Program, numbered
 
 HIGHEST = 2**63 - 1
 PARTS = 12
+ROUNDS = 4
+NAMES = "abc"
 
 
 @pytest.fixture(scope="module")
@@ -325,23 +329,85 @@ def test_a_proxy_that_answers_by_itself_is_waited_for(
     assert program.read_all(topic) == numbered([1, 2, 3])
 
 
-def test_kill_9_of_the_client(connected: Program, topic: str, real: Sidecar) -> None:
-    """The next process goes on after what Open says, from its source's beginning of that."""
-    client, total = connected.client, 400
-    connected.open(topic)
-    connected.send(range(50)).ok()
-    for first in range(50, total, 50):
-        connected.send(range(first, first + 50))
-    connected.kill()
-    program = Program(client)
+@pytest.fixture(params=range(75))
+def seed(request: pytest.FixtureRequest) -> int:
+    """Of a history of kills."""
+    return int(request.param)
+
+
+def test_kills_of_client_and_sidecar(
+    seed: int, program: Program, topic: str, real: Sidecar, loop: asyncio.AbstractEventLoop
+) -> None:
+    """In each round, kill -9 of the sidecar, and then of the client's process, in the middle of what is sent. The next
+    process goes on after what Open says; what has a deduplication ID and no receipt it sends again."""
+    rng, client, by_id = random.Random(seed), program.client, f"{topic}-ids"
+    publishes = program.has("publisher")
+    ask(loop, real, lambda one: one.admin.create_topic(by_id, deduplication_mode="deduplication-id"))
+    confirmed, ids = dict.fromkeys(NAMES, -1), 0
+    pending: dict[int, Message] = {}
     try:
-        program.connect(real.address)
-        last = program.open(topic)
-        assert last >= 49
-        program.send(range(last + 1, total)).ok()
-        assert program.read_all(topic) == numbered(range(total))
+        for _ in range(ROUNDS):
+            last = opened(program, topic, real, confirmed)
+            sending: list[tuple[Command, str, int]] = []
+            publishing: list[tuple[Command, list[int]]] = []
+            if publishes:
+                program.call("open_publisher", "i", topic=by_id)
+                publishing = [(program.send(pending.values(), "i"), [*pending])] if pending else []
+            for part in range(PARTS):
+                for name in NAMES:
+                    first, last[name] = last[name] + 1, last[name] + rng.randint(1, 50)
+                    sending.append((program.send(range(first, last[name] + 1), name), name, last[name]))
+                if publishes:
+                    some = {k: Message(b"%d" % k) for k in range(ids, ids + 20)}
+                    ids += len(some)
+                    pending |= some
+                    publishing.append((program.send(some.values(), "i"), [*some]))
+                if part == PARTS // 2:
+                    rng.choice(sending)[0].ok()
+                    real.restart()
+            rng.choice(sending)[0].ok()
+            program.kill()
+            for command, name, upto in sending:
+                if command.answer is not None:
+                    command.ok()
+                    confirmed[name] = max(confirmed[name], upto)
+            for command, some_ids in publishing:
+                if command.answer is not None:
+                    command.ok()
+                    for one in some_ids:
+                        pending.pop(one, None)
+            program = Program(client)
+        last = opened(program, topic, real, confirmed)
+        program.call("open_reader", "r", topic=topic, start="earliest")
+        found: dict[str, list[Message]] = {name: [] for name in NAMES}
+        for one in program.call("read", "r", count=1_000_000)["messages"]:
+            found[one["producer_name"]].append(Message.of(one))
+        expected = {name: numbered(range(last[name] + 1)) for name in NAMES}
+        assert found == expected, program.said("each message is there once and in order")
+        if publishes:
+            program.call("open_publisher", "i", topic=by_id)
+            if pending:
+                program.send(pending.values(), "i").ok()
+            stored_ids = sorted(int(one.id) for one in program.read_all(by_id))
+            assert stored_ids == [*range(ids)], program.said("each deduplication ID is there once")
     finally:
         program.kill()
+
+
+def test_the_control_who_sends_again_under_other_ids_is_rejected(
+    topic: str, real: Sidecar, loop: asyncio.AbstractEventLoop
+) -> None:
+    program = Program(Client("renumbers", python_program("--fault", "renumbers-a-resend"), ROOT))
+    with pytest.raises(AssertionError, match="each message is there once and in order"):
+        test_kills_of_client_and_sidecar(0, program, topic, real, loop)
+
+
+def opened(program: Program, topic: str, real: Sidecar, confirmed: Mapping[str, int]) -> dict[str, int]:
+    """The names are open in this process. Returns the last ID of each, in the log."""
+    program.connect(real.address)
+    last = {name: program.open(topic, name) for name in NAMES}
+    assert all(last[name] >= confirmed[name] for name in NAMES), program.said("what has a receipt is gone")
+    return last
 
 
 def test_an_older_copy_of_the_data_is_data_loss(connected: Program, topic: str, real: Sidecar) -> None:
