@@ -51,10 +51,8 @@ quick-check: $(READY)
 	$(BIN)/mypy
 
 # All tiers, see tests/tiers.py. TEST_PULSAR=required makes it a failure if there is no Pulsar; so with each service.
-# SUITE=--whole adds the further cases of families of tests, as CI does.
-SUITE ?=
 test: prepare
-	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder $(SUITE)
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 # Everything that is not a test: style, types, who imports whom, the contract, generated code.
 check: $(READY)

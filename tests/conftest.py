@@ -88,7 +88,6 @@ def _turn(item: pytest.Item) -> tuple[bool, int]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("seqdedupe")
     group.addoption("--tier", choices=tiers.TIERS, help="collect the tests of one tier alone, see tests/tiers.py")
-    group.addoption("--whole", action="store_true", help="run also the cases that `make test` leaves to CI")
     group.addoption("--campaign", action="store_true", help="run the cases that the suite leaves to `make campaign`")
 
 
@@ -115,11 +114,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     suite, campaign = tiers.divide(items, tiers.STAYING)
     if config.getoption("--campaign"):
         items[:], others = campaign, suite
-    elif config.getoption("--whole"):
-        items[:], others = suite, campaign
     else:
-        items[:], left_to_ci = tiers.divide(suite, tiers.BEFORE_A_CHANGE)
-        others = campaign + left_to_ci
+        items[:], others = suite, campaign
     if others:
         config.hook.pytest_deselected(items=others)
     items.sort(key=_turn)

@@ -20,7 +20,7 @@ def test_every_file_of_tests_is_in_one_tier() -> None:
 def test_no_entry_names_what_is_gone() -> None:
     names = [
         *tiers.TIER_OF,
-        *(name.partition("::")[0] for name in [*tiers.STAYING, *tiers.BEFORE_A_CHANGE, *tiers.STARTS_JAVA]),
+        *(name.partition("::")[0] for name in [*tiers.STAYING, *tiers.STARTS_JAVA]),
     ]
     assert [name for name in names if not any(file.startswith(name) for file in FILES)] == []
 
@@ -64,14 +64,12 @@ def test_needs_too(): tiers.Service("Nothing", ("no-such-program",), "build it")
 """
 
 
-@pytest.mark.parametrize(("options", "passed"), [((), "[0]"), (("--whole",), "[0] [1]"), (("--campaign",), "[2]")])
+@pytest.mark.parametrize(("options", "passed"), [((), "[0] [1]"), (("--campaign",), "[2]")])
 def test_cases_stay_or_go_to_the_campaign(options: tuple[str, ...], passed: str, tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text(SUITE)
     plugin = (
-        "from tests import tiers\nfrom tests.conftest import *\n"
-        "tiers.STAYING = {'tests/test_x.py::test_family': 2}\n"
-        "tiers.BEFORE_A_CHANGE = {'tests/test_x.py::test_family': 1}\n"
+        "from tests import tiers\nfrom tests.conftest import *\ntiers.STAYING = {'tests/test_x.py::test_family': 2}\n"
     )
     (tmp_path / "suite_plugin.py").write_text(plugin)
     ran = subprocess.run(

@@ -384,7 +384,7 @@ OPEN = "/seqdedupe.v1.PublishService/Open"
 MOST_DELAYED = 20.0
 
 
-def seconds_of_calls(sidecar: Sidecar, count: int = 100) -> float:
+def seconds_of_calls(sidecar: Sidecar, count: int = 40) -> float:
     """What a call of a known caller takes, by the median. Every tenth one has a new connection."""
     seconds: list[float] = []
     metadata = bearer(token_of(sidecar))
