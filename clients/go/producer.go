@@ -495,7 +495,7 @@ func (p *Producer) connect() error {
 	isForgotten := false
 	if e == nil {
 		isForgotten = p.queue.isForgottenBy(answer)
-		if _, e = p.route.isReplaced(answer.Term, p.queue.term); e == nil {
+		if _, e = p.route.checkTerm(answer.Term, p.queue.term); e == nil {
 			e = p.queue.open(answer) // if the history was replaced, it returns the loss
 		}
 	} else if d := p.route.doubted(e); isResume && d == e && (e.Reason == "INVALID_EPOCH" || e.Reason == "TOPIC_NOT_FOUND") {

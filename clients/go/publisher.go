@@ -388,24 +388,24 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 	if delay == 0 && len(receipts) > 0 {
 		p.delays.last = 0
 	}
+	var moved *Error
 	for _, r := range refusals {
 		one := p.out[r.Frame]
 		if one == nil {
 			continue
 		}
 		delete(p.out, r.Frame)
-		why := refusalError(r)
-		// Without the topic's state, a sidecar answers with 0.
-		if 0 < answer.Term && answer.Term < p.history.term && !why.isTemporary() {
-			why = p.route.formerOwner(answer.Term, p.history.term)
-		}
+		why := p.route.believed(refusalError(r), answer.Term, p.history.term)
 		if !why.isTemporary() {
 			one.refuse(why)
 			continue
 		}
+		// What was in flight when the owner changed, or the log failed, may be stored.
+		one.isUncertain = one.isUncertain || why.Reason == "NOT_OWNER" || why.Reason == "OUTCOME_UNKNOWN"
 		p.ready = append(p.ready, one)
 		if passes(why) {
-			return why
+			moved = why
+			continue
 		}
 		p.refusal = why
 		delay = max(delay, p.delays.next(), why.RetryDelay)
@@ -418,12 +418,15 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 			p.wake()
 		})
 	}
+	if moved != nil {
+		return moved
+	}
 	return nil
 }
 
 // check compares an answer with earlier receipts. A former owner answers duplicates from memory, with a lower term.
 func (p *Publisher) check(answer *pb.PublishStreamResponse, receipts []*pb.Receipt) *Error {
-	isReplaced, e := p.route.isReplaced(answer.Term, p.history.term)
+	isReplaced, e := p.route.checkTerm(answer.Term, p.history.term)
 	if e != nil {
 		return e
 	}

@@ -217,10 +217,10 @@ func (r *route) doubted(e *Error) *Error {
 	return e
 }
 
-// isReplaced handles the term in an answer of the sidecar at address; highest is the highest term of earlier answers. It
+// checkTerm records the term in an answer of the sidecar at address; highest is the highest term of earlier answers. It
 // reports whether the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term (it
 // may be in a domain), answer with a lower term. If only some do, it returns the error of a former owner.
-func (r *route) isReplaced(term, highest int64) (bool, *Error) {
+func (r *route) checkTerm(term, highest int64) (bool, *Error) {
 	if term >= highest {
 		r.newest = r.address
 		clear(r.older)
@@ -240,6 +240,15 @@ func (r *route) formerOwner(term, highest int64) *Error {
 	e := errorf("NOT_OWNER", "the sidecar at %s answers with term %d, lower than %d before", r.address, term, highest)
 	e.Details = map[string]string{ownerAddress: r.newest}
 	return e
+}
+
+// believed converts the refusal of a frame, which has come with this term. If a former owner refuses a frame for good,
+// the sidecar with the highest term decides. A sidecar without the topic's state answers with the term 0.
+func (r *route) believed(e *Error, term, highest int64) *Error {
+	if !e.isTemporary() && 0 < term && term < highest && r.address != r.newest {
+		return r.formerOwner(term, highest)
+	}
+	return r.doubted(e)
 }
 
 // passing reports whether a sidecar asked in this round has returned an error that usually passes soon.

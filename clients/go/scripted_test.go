@@ -390,13 +390,13 @@ func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
 		s := first(parseSidecars(given))
 		r := newRoute(&s, "")
 		r.address = "b.svc:1"
-		if replaced, e := r.isReplaced(5, 0); replaced || e != nil {
+		if replaced, e := r.checkTerm(5, 0); replaced || e != nil {
 			t.Fatal(given, replaced, e)
 		}
 		for range 2 {
 			r.beginRound()
 			r.address = "a:1"
-			replaced, e := r.isReplaced(4, 5)
+			replaced, e := r.checkTerm(4, 5)
 			if replaced || e == nil || e.Reason != "NOT_OWNER" {
 				t.Fatal(given, replaced, e)
 			}
@@ -404,13 +404,13 @@ func TestATopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(t *testing.T) {
 				t.Fatal(given, r.address)
 			}
 		}
-		if replaced, e := r.isReplaced(4, 5); !replaced || e != nil {
+		if replaced, e := r.checkTerm(4, 5); !replaced || e != nil {
 			t.Error(given, replaced, e)
 		}
-		if replaced, e := r.isReplaced(5, 5); replaced || e != nil {
+		if replaced, e := r.checkTerm(5, 5); replaced || e != nil {
 			t.Error(given, replaced, e)
 		}
-		if replaced, e := r.isReplaced(4, 5); replaced || e == nil { // the others count only since then
+		if replaced, e := r.checkTerm(4, 5); replaced || e == nil { // the others count only since then
 			t.Error(given, replaced, e)
 		}
 	}

@@ -343,7 +343,7 @@ class Session:
                 ) from e
             raise
         # If the whole history was replaced, `SendQueue.open` decides which messages are lost.
-        self._route.is_replaced(opened.term, self.queue.term)
+        self._route.check_term(opened.term, self.queue.term)
         is_forgotten = opened.is_forgotten
         had_receipts = [entry for entry in self.queue.entries if entry.has_receipts]
         if self.queue.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):

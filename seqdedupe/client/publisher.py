@@ -183,21 +183,17 @@ class Delivery:
         self._out: dict[int, _Call] = {}
         self._pending_bytes = 0
         self._frames_ever = 0
-        self._waits_for_lone = False
-        """Whether a suspect frame is in flight. Then nothing else is sent."""
-        self._is_taken = False
-        """Whether the sidecar has answered anything on this stream."""
+        self._waits_for_lone = False  # whether a suspect frame is in flight: then nothing else is sent
+        self._is_taken = False  # whether the sidecar has answered anything on this stream
         self._answered_at = 0.0
         self._delay_until = 0.0
         self._news = asyncio.Event()
         self._room = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
         self._failure: SeqdedupeError | None = None
-        self._passed_on: list[asyncio.Task[None]] = []
-        """The calls made before the client learned that the topic is partitioned."""
+        self._passed_on: list[asyncio.Task[None]] = []  # calls from before the topic was known to be partitioned
         self._last_refusal: UnavailableError | None = None
-        self._is_in_trouble = False
-        """Whether an attempt has failed or was refused since a call last received its receipts."""
+        self._is_in_trouble = False  # whether an attempt has failed or was refused since the last receipts of a call
         self._is_closed = False
         self._has_begun = False  # a sidecar has answered
         self._history = TopicHistory()
@@ -340,8 +336,7 @@ class Delivery:
         self._ready.clear()
 
     async def _connect(self) -> None:
-        """Send frames and handle answers until the stream ends, which the sidecar accepts before it reads a frame.
-        Batches without a receipt are then sent again over the next stream."""
+        """Send frames and handle answers until the stream ends. Batches without a receipt are sent again later."""
         address = self._route.address
         channel = channel_to(self._sidecars, address)
         is_refused = False
@@ -359,7 +354,8 @@ class Delivery:
                 watch=lambda: self._watch(address),
             )
         except SeqdedupeError as e:
-            is_refused = FRAMES_TAKEN in e.numbers or not (self._is_taken or isinstance(e, UnavailableError))
+            # A sidecar accepts a stream before it reads a frame.
+            is_refused = e.numbers.get(FRAMES_TAKEN) == "0" or not (self._is_taken or isinstance(e, UnavailableError))
             if isinstance(e, UnavailableError) and may_break_for_a_frame(e):
                 self._broke(e)
             raise
@@ -442,22 +438,26 @@ class Delivery:
                 call.breaks.clear()
                 del self._out[number]
                 self._decided(call, result)
+        moved: SeqdedupeError | None = None
         for refusal in answer.refusals:
-            why = refusal_error(refusal)
-            if (call := self._out.pop(refusal.frame, None)) is not None:
-                # Without the topic's state, a sidecar answers with 0.
-                if 0 < answer.term < self._history.term and not isinstance(why, UnavailableError):
-                    why = self._route.former_owner(answer.term, self._history.term)
-                self._refused(call, why)
+            if (call := self._out.get(refusal.frame)) is not None:
+                why = self._route.believed(refusal_error(refusal), answer.term, self._history.term)
+                if why.reason in ("NOT_OWNER", "DRAINING"):
+                    moved = why  # the frame stays in `_out`, from where `_connect` takes what is sent again elsewhere
+                else:
+                    del self._out[refusal.frame]
+                    self._refused(call, why)
         if not self._out:
             # a suspect frame may wait for this answer, or other frames may wait for the suspect's answer
             self._news.set()
+        if moved is not None:
+            raise moved
 
     def _check_history(self, answer: StreamAnswer) -> None:
         """Check an answer before its receipts are accepted. A former owner answers duplicates from memory. Raises
         DATA_LOSS, NOT_OWNER."""
         history = self._history
-        if self._route.is_replaced(answer.term, history.term):
+        if self._route.check_term(answer.term, history.term):
             what = f"the sidecar answers with an older state than before: term {answer.term} ({history.term} before)"
             raise error("DATA_LOSS", what, term=answer.term, term_before=history.term)
         history.take(answer.incarnation, answer.term, answer.durable_index)
@@ -488,14 +488,12 @@ class Delivery:
             self._again(call, self._backoff.next_seconds())
 
     def _refused(self, call: _Call, why: SeqdedupeError) -> None:
-        if isinstance(why, UnavailableError):
-            if why.reason in ("NOT_OWNER", "DRAINING"):
-                self._again(call, 0)
-                raise why
-            self._waits(why)
-            self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
-        else:
+        if not isinstance(why, UnavailableError):
             call.fail(why)
+            return
+        call.is_uncertain = call.is_uncertain or why.reason == "OUTCOME_UNKNOWN"
+        self._waits(why)
+        self._again(call, max(self._backoff.next_seconds(), why.retry_delay_ms / 1000))
 
     def _again(self, call: _Call, delay_seconds: float) -> None:
         self._is_in_trouble = True

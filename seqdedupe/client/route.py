@@ -244,8 +244,8 @@ class Route:
         self._unknown_to.add(self.address)
         return e if self._unknown_to.issuperset(self._order) else error("NOT_OWNER", e.message)
 
-    def is_replaced(self, term: int, highest: int) -> bool:
-        """Handle the term in an answer of the sidecar at `address`; `highest` is the highest term of earlier answers.
+    def check_term(self, term: int, highest: int) -> bool:
+        """Record the term in an answer of the sidecar at `address`; `highest` is the highest term of earlier answers.
 
         Return whether the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term,
         answer with a lower term. If only some do, the sidecar at `address` is a former owner: raises NOT_OWNER, which
@@ -258,10 +258,18 @@ class Route:
         self._older.add(self.address)
         if self._older.issuperset({*self._order, self._newest}):
             return True
-        raise self.former_owner(term, highest)
+        raise self._former_owner(term, highest)
 
-    def former_owner(self, term: int, highest: int) -> SeqdedupeError:
-        """Return the error for an answer of a former owner, whose term is lower than the highest before."""
+    def believed(self, why: SeqdedupeError, term: int, highest: int) -> SeqdedupeError:
+        """Convert the refusal of a frame, which has come with this term. A sidecar that does not know the topic is
+        doubted, see `doubted`. If a former owner refuses a frame for good, the error becomes NOT_OWNER: the sidecar
+        with the highest term decides. A sidecar without the topic's state answers with the term 0."""
+        is_final = not isinstance(why, UnavailableError)
+        if is_final and 0 < term < highest and self.address != self._newest:
+            return self._former_owner(term, highest)
+        return self.doubted(why)
+
+    def _former_owner(self, term: int, highest: int) -> SeqdedupeError:
         what = f"the sidecar at {self.address} answers with term {term}, lower than {highest} before"
         return error("NOT_OWNER", what, owner_address=str(self._newest))
 

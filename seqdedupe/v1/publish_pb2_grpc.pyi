@@ -72,12 +72,13 @@ class PublishServiceStub:
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
        alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
-       proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
-       had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
-       0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+       proves nothing about earlier frames with the same messages. If one of these had no answer, the answer `UNKNOWN`, or
+       a refusal with `NOT_OWNER` or `OUTCOME_UNKNOWN`, report that the outcome is unknown. A stream that ends with
+       `frames_taken` 0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
 
-    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
-    If only some have a lower term, ask the address with the highest term again.
+    In duties 6 and 11, "all addresses" means the addresses in the client's configuration and the address that had the
+    highest term. If only some have a lower term, ask the address with the highest term again. If that address is gone for
+    good, the client cannot know whether data is lost: its messages time out.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
@@ -191,12 +192,13 @@ class PublishServiceAsyncStub(PublishServiceStub):
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
        alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
-       proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
-       had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
-       0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+       proves nothing about earlier frames with the same messages. If one of these had no answer, the answer `UNKNOWN`, or
+       a refusal with `NOT_OWNER` or `OUTCOME_UNKNOWN`, report that the outcome is unknown. A stream that ends with
+       `frames_taken` 0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
 
-    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
-    If only some have a lower term, ask the address with the highest term again.
+    In duties 6 and 11, "all addresses" means the addresses in the client's configuration and the address that had the
+    highest term. If only some have a lower term, ask the address with the highest term again. If that address is gone for
+    good, the client cannot know whether data is lost: its messages time out.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream
@@ -306,12 +308,13 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        another incarnation; a lower term from all addresses; on a new stream, a `durable_index` below an index that was
        durable before; or `NOT_DUP` at an index that an earlier receipt had. Then stop and report the loss. A low index
        alone proves nothing, because receipts arrive in any order, and a `DUP` has the index of its original. A refusal
-       proves that its frame has stored nothing, but nothing about earlier frames with the same messages. If one of these
-       had no answer or the answer `UNKNOWN`, report that the outcome is unknown. A stream that ends with `frames_taken`
-       0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
+       proves nothing about earlier frames with the same messages. If one of these had no answer, the answer `UNKNOWN`, or
+       a refusal with `NOT_OWNER` or `OUTCOME_UNKNOWN`, report that the outcome is unknown. A stream that ends with
+       `frames_taken` 0 in its `ErrorInfo`, or with a reason before the initial metadata, has stored nothing.
 
-    In duties 6 and 11, all addresses are those of the client's configuration, and the address that had the highest term.
-    If only some have a lower term, ask the address with the highest term again.
+    In duties 6 and 11, "all addresses" means the addresses in the client's configuration and the address that had the
+    highest term. If only some have a lower term, ask the address with the highest term again. If that address is gone for
+    good, the client cannot know whether data is lost: its messages time out.
 
     If the sidecar requires authentication, every call has a token or a client certificate. A token is sent in the
     metadata `authorization`, as `Bearer` and the token. A stream may end with `TOKEN_EXPIRED`. Then open a new stream

@@ -137,22 +137,22 @@ def test_a_topic_is_replaced_only_when_the_last_owner_says_so_too(is_listed: boo
     """It may be in a domain: a former owner behind the only listed address is not all there is."""
     route = Route(Sidecars.parse("a:1,b.svc:1" if is_listed else "a:1,*.svc"), first=SidecarAddress.parse("a:1"))
     route.moves_on(owner("b.svc:1"))
-    assert not route.is_replaced(5, 0)
+    assert not route.check_term(5, 0)
     for _ in range(2):
         steps(route, why("UNREACHABLE"), why("UNREACHABLE"))
         while str(route.address) != "a:1":
             route.moves_on(why("UNREACHABLE"))
         with pytest.raises(UnavailableError, match="term 4, lower than 5") as former:
-            route.is_replaced(4, 5)
+            route.check_term(4, 5)
         assert steps(route, former.value) == ["b.svc:1"]
-    assert route.is_replaced(4, 5)
-    assert not route.is_replaced(5, 5)
+    assert route.check_term(4, 5)
+    assert not route.check_term(5, 5)
 
 
 def test_the_only_sidecar_can_tell_of_a_replaced_topic() -> None:
     route = Route(Sidecars.parse("a:1"))
-    assert not route.is_replaced(5, 0)
-    assert route.is_replaced(4, 5)
+    assert not route.check_term(5, 0)
+    assert route.check_term(4, 5)
 
 
 @pytest.mark.parametrize("said", ["TOPIC_NOT_FOUND", "NO_STATE"])

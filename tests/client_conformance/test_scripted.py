@@ -540,6 +540,32 @@ def test_what_a_publisher_has_sent_has_an_unknown_outcome_after_a_refusal(script
     command.error("OUTCOME_UNKNOWN")
 
 
+def test_a_refusal_by_who_is_the_owner_no_more_proves_nothing(scripted: Scripted) -> None:
+    """What was in flight when the owner changed may be stored."""
+    program = scripted.program
+    program.needs("publisher")
+    program.call("open_publisher", "i", topic="t")
+    command = program.send([Message(b"a")], "i").accepted()
+    command.is_expected_to_fail = True
+    scripted.ids_taken(1).refuse("NOT_OWNER", 0)
+    scripted.play(lambda frames: frames.refuse("NOT_ALLOWED", NEVER), command)
+    command.error("OUTCOME_UNKNOWN")
+
+
+def test_the_only_sidecar_is_believed_whatever_its_term(scripted: Scripted) -> None:
+    """After a crash it may know only a term of before, until it has recovered the topic."""
+    program = scripted.program
+    program.needs("publisher")
+    program.call("open_publisher", "i", topic="t")
+    scripted.term = 7
+    command = program.send([Message(b"a")], "i").accepted()
+    scripted.ids_taken(1).store()
+    command.ok()
+    command = program.send([Message(b"b")], "i").accepted()
+    scripted.ids_taken(1).refuse("LOG_DAMAGED", NEVER, term=6)
+    command.error("LOG_DAMAGED")
+
+
 def test_what_was_sent_on_a_stream_that_took_no_frame_is_refused(scripted: Scripted) -> None:
     program = scripted.program
     program.needs("publisher")

@@ -79,6 +79,13 @@ final class Entry {
                 "the message was sent, and may have been stored: %s", why.getMessage()).because(why));
     }
 
+    /** Records that a frame was refused. What was in flight when the owner changed, or the log failed, may be stored. */
+    void refused(SeqdedupeException why) {
+        if (!why.is("NOT_OWNER", "OUTCOME_UNKNOWN")) {
+            openFrames--;
+        }
+    }
+
     /** Returns the future outcome of a message. */
     CompletableFuture<Published> receipt(int row) {
         return done.thenApply(entry -> entry.at(row));

@@ -80,7 +80,7 @@ final class ProducerSession extends Sender {
             throw e.is("INVALID_EPOCH") ? unknownSession(e) : e;
         }
         // If the whole history was replaced, the queue decides which messages are lost.
-        route.isReplaced(answer.getTerm(), queue.term);
+        route.checkTerm(answer.getTerm(), queue.term);
         if (queue.open(answer)) {
             LOG.log(System.Logger.Level.WARNING, "The topic {0} has forgotten the producer {1}, as its policy says. A message "
                     + "that is sent again is stored again.", topic, name);

@@ -258,7 +258,7 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
         }
         SeqdedupeException why = SeqdedupeException.ofStream(status.asRuntimeException(trailers), address);
         // A sidecar accepts a stream before it reads a frame, so a reason without an acceptance refuses the stream.
-        boolean isRefused = why.details().containsKey(FRAMES_TAKEN) || !(hasHeaders || isAccepted || why.isOfConnection());
+        boolean isRefused = "0".equals(why.details().get(FRAMES_TAKEN)) || !(hasHeaders || isAccepted || why.isOfConnection());
         end(why, !isRefused);
     }
 

@@ -119,15 +119,10 @@ final class PublisherSession extends Sender {
             }
         }
         SeqdedupeException elsewhere = null;
-        // Without the topic's state, a sidecar answers with the term 0.
-        boolean isFormerOwner = 0 < answer.getTerm() && answer.getTerm() < term;
         for (Refusal refusal : refusals) {
-            SeqdedupeException why = SeqdedupeException.of(refusal);
-            if (isFormerOwner && !why.isTemporary()) {
-                why = route.formerOwner(answer.getTerm(), term);
-            }
+            SeqdedupeException why = route.believed(SeqdedupeException.of(refusal), answer.getTerm(), term);
             Entry entry = out.remove(refusal.getFrame());
-            entry.openFrames--;
+            entry.refused(why);
             if (entry.isSettled()) {
                 continue; // given up meanwhile
             }
@@ -154,7 +149,7 @@ final class PublisherSession extends Sender {
     }
 
     private void checkHistory(PublishStreamResponse answer, List<Receipt> receipts) {
-        if (route.isReplaced(answer.getTerm(), term)) {
+        if (route.checkTerm(answer.getTerm(), term)) {
             throw SeqdedupeException.of("DATA_LOSS", "the sidecar answers with an older state than before: term %d (%d before)",
                     answer.getTerm(), term);
         }

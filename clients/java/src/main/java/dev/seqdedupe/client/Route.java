@@ -99,11 +99,11 @@ final class Route {
     }
 
     /**
-     * Handles the term in an answer of the sidecar at the address; `highest` is that of earlier answers. Returns whether
+     * Records the term in an answer of the sidecar at the address; `highest` is that of earlier answers. Returns whether
      * the topic's history was replaced: all listed sidecars, and the sidecar that had the highest term, have a lower one.
      * If only some have, this sidecar is a former owner: throws NOT_OWNER.
      */
-    boolean isReplaced(long term, long highest) {
+    boolean checkTerm(long term, long highest) {
         if (term >= highest) {
             newest = address;
             older.clear();
@@ -116,8 +116,17 @@ final class Route {
         throw formerOwner(term, highest);
     }
 
+    /**
+     * Converts the refusal of a frame, which has come with this term. If a former owner refuses a frame for good, the
+     * sidecar with the highest term decides. A sidecar without the topic's state answers with the term 0.
+     */
+    SeqdedupeException believed(SeqdedupeException e, long term, long highest) {
+        boolean isFormer = 0 < term && term < highest && !address.equals(newest);
+        return isFormer && !e.isTemporary() ? formerOwner(term, highest) : doubted(e);
+    }
+
     /** Returns the error of a former owner. It names the sidecar with the highest term, which may be in a domain. */
-    SeqdedupeException formerOwner(long term, long highest) {
+    private SeqdedupeException formerOwner(long term, long highest) {
         String what = String.format("the sidecar at %s answers with term %d, lower than %d before", address, term, highest);
         return SeqdedupeException.of("NOT_OWNER", 0, what, Map.of(OWNER_ADDRESS, newest));
     }

@@ -205,7 +205,7 @@ final class SendQueue {
         if (entry == null) {
             return;
         }
-        entry.openFrames--;
+        entry.refused(refusal);
         if (!refusal.isTemporary()) {
             fail(refusal, entry);
             return;

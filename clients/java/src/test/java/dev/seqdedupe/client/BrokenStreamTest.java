@@ -138,18 +138,18 @@ class BrokenStreamTest extends WithFakeSidecar {
     void aTopicIsReplacedOnlyWhenTheLastOwnerSaysSoToo(String given) {
         Route route = new Route(Sidecars.parse(given), "");
         route.movesOn(SeqdedupeException.of("NOT_OWNER", 0, "moved", Map.of(Route.OWNER_ADDRESS, "b.svc:1")));
-        assertFalse(route.isReplaced(5, 0));
+        assertFalse(route.checkTerm(5, 0));
         for (int time = 0; time < 2; time++) {
             do {
                 route.movesOn(SeqdedupeException.of("UNREACHABLE", "gone"));
             } while (!route.address().equals("a:1"));
-            SeqdedupeException former = assertThrows(SeqdedupeException.class, () -> route.isReplaced(4, 5));
+            SeqdedupeException former = assertThrows(SeqdedupeException.class, () -> route.checkTerm(4, 5));
             assertEquals("NOT_OWNER", former.reason());
             route.movesOn(former);
             assertEquals("b.svc:1", route.address());
         }
-        assertTrue(route.isReplaced(4, 5));
-        assertFalse(route.isReplaced(5, 5));
+        assertTrue(route.checkTerm(4, 5));
+        assertFalse(route.checkTerm(5, 5));
     }
 
     @Test
