@@ -110,7 +110,8 @@ final class PublishStream extends ClientCall.Listener<PublishStreamResponse> {
     private void pump() {
         isPumping = false;
         while (!hasEnded && call.isReady() && gather() > 0) {
-            if (frames.size() > next.getFramesCount() && nextBytes < SMALL_MESSAGE_BYTES) {
+            boolean mayGrow = turns.isEmpty() && nextBytes < SMALL_MESSAGE_BYTES;
+            if (mayGrow && frames.size() > next.getFramesCount()) {
                 if (!isGathering) {
                     isGathering = true;
                     client.loop.schedule(this::send, GATHER_NANOS, TimeUnit.NANOSECONDS);

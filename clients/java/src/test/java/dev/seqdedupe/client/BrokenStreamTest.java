@@ -167,6 +167,22 @@ class BrokenStreamTest extends WithFakeSidecar {
     }
 
     @Test
+    void whatDoesNotFitIntoAMessageIsSentInTheNextOne() {
+        int frames = 4 * 256;
+        try (Producer producer = client.producer("t", "p").maxBatchRows(1).maxInFlightBatches(frames + 1).open()) {
+            CompletableFuture<Void> queued = new CompletableFuture<>();
+            client.execute(queued::join); // the client's thread finds all frames at once
+            List<CompletableFuture<Published>> receipts = new ArrayList<>();
+            for (int id = 0; id < frames; id++) {
+                receipts.add(producer.send(Message.of("" + id)));
+            }
+            queued.complete(null);
+            CompletableFuture.allOf(receipts.toArray(CompletableFuture[]::new)).orTimeout(60, TimeUnit.SECONDS).join();
+        }
+        assertEquals(frames, sidecar.log.size());
+    }
+
+    @Test
     void sendWaitsForRoom() throws Exception {
         sidecar.unknowns = Integer.MAX_VALUE;
         Producer producer = client.producer("t", "p").maxInFlightBytes(1000).maxBatchRows(1).open();
