@@ -111,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Mark each test with its tier, omit the campaign's cases, and begin with the longest; other order stays random."""
     for item in items:
         item.add_marker(tiers.tier_of(item.nodeid))
-    suite, campaign = tiers.divide(items, tiers.STAYING)
+    suite, campaign = tiers.divide(items)
     if config.getoption("--campaign"):
         items[:], others = campaign, suite
     else:

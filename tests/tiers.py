@@ -386,7 +386,7 @@ def tier_of(path: str) -> str:
     return TIER_OF[max(fitting, key=len)]
 
 
-def divide(items: Sequence[pytest.Item], staying: Mapping[str, int]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+def divide(items: Sequence[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Return the tests that stay and the others, both in their order.
 
     For each family the cases that were collected first stay.
@@ -394,8 +394,8 @@ def divide(items: Sequence[pytest.Item], staying: Mapping[str, int]) -> tuple[li
     stay: list[pytest.Item] = []
     others: list[pytest.Item] = []
     places = {item: place for place, item in enumerate(items)}
-    left = dict(staying)
-    beginnings = sorted(staying, key=len, reverse=True)
+    left = dict(STAYING)
+    beginnings = sorted(STAYING, key=len, reverse=True)
     # Plugins may have shuffled; a file's own order is that of its parameters.
     for item in sorted(items, key=lambda item: item.nodeid):
         nodeid = item.nodeid  # pytest makes the string at each access

@@ -49,6 +49,15 @@ func newScript(t *testing.T) *script {
 	return s
 }
 
+// publishing returns what sends a message with a publisher, and where the outcomes come.
+func (s *script) publishing() (send func(), answers chan error) {
+	p := first(newTestClient(s.t, s.address).NewPublisher("t", PublisherOptions{}))
+	s.t.Cleanup(func() { p.Close() })
+	answers = make(chan error, 1)
+	try := func() { _, err := p.Send(s.t.Context(), []byte("a"), Message{}); answers <- err }
+	return func() { go try() }, answers
+}
+
 func (s *script) persisted(persisted int64) {
 	s.open = func(*pb.OpenRequest) (*pb.OpenResponse, error) { return opened(persisted), nil }
 }
@@ -425,18 +434,15 @@ func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			s := newScript(t)
-			p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
-			defer p.Close()
-			answers := make(chan error, 1)
-			try := func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }
-			go try()
+			send, answers := s.publishing()
+			send()
 			stream := <-s.streams
 			m := first(stream.Recv())
 			stream.Send(receiptsOf(0, m.Frames...))
 			if err := <-answers; err != nil {
 				t.Fatal(err)
 			}
-			go try()
+			send()
 			m = first(stream.Recv())
 			answer := receiptsOf(1, m.Frames...)
 			change(answer)
@@ -451,10 +457,8 @@ func TestAPublisherNoticesThatATopicWasReplaced(t *testing.T) {
 func TestAPublishWithoutAnAnswerIsNotCalledRefused(t *testing.T) {
 	for _, isAnswered := range []bool{false, true} {
 		s := newScript(t)
-		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
-		defer p.Close()
-		answers := make(chan error, 1)
-		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		send, answers := s.publishing()
+		send()
 		stream := <-s.streams
 		m := first(stream.Recv())
 		if isAnswered { // the control: the sidecar has not taken the frame
@@ -481,10 +485,8 @@ func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
 		{true, "TOPIC_NOT_FOUND", "TOPIC_NOT_FOUND"}, // there is no topic that could have it
 	} {
 		s := newScript(t)
-		p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
-		defer p.Close()
-		answers := make(chan error, 1)
-		go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+		send, answers := s.publishing()
+		send()
 		stream := <-s.streams
 		first(stream.Recv())
 		if one.isAccepted {
@@ -499,10 +501,8 @@ func TestAFinalErrorBeforeTheMetadataMeansThatNothingIsStored(t *testing.T) {
 
 func TestAPublisherWaitsAsTheEndOfTheStreamAsks(t *testing.T) {
 	s := newScript(t)
-	p := first(newTestClient(t, s.address).NewPublisher("t", PublisherOptions{}))
-	defer p.Close()
-	answers := make(chan error, 1)
-	go func() { _, err := p.Send(t.Context(), []byte("a"), Message{}); answers <- err }()
+	send, answers := s.publishing()
+	send()
 	stream := <-s.streams
 	first(stream.Recv())
 	const delay = 300 * time.Millisecond

@@ -463,8 +463,8 @@ class Delivery:
         history.take(answer.incarnation, answer.term, answer.durable_index)
         for number, receipt in answer.receipts:
             if (call := self._out.get(number)) is not None and receipt.first_index >= 0:
-                some = receipt.verdicts
-                rows = np.count_nonzero(some == Verdict.NOT_DUP) if len(some) else len(call.batch)
+                is_mixed = len(receipt.verdicts) > 0
+                rows = np.count_nonzero(receipt.verdicts == Verdict.NOT_DUP) if is_mixed else len(call.batch)
                 if rows:
                     history.given(receipt.first_index, int(rows))
 

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from seqdedupe.v1 import publish_pb2
-from tests.client_conformance.lines import Command, Message, numbered
+from tests.client_conformance.lines import Command, Message, Program, numbered
 from tests.client_conformance.scripted import DUP, INCARNATION, NEVER, NOT_DUP, UNKNOWN, Frames, Scripted
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -494,11 +494,16 @@ def test_a_sidecar_that_is_away_is_passed_over(two: list[Scripted]) -> None:
 # -- Deduplication IDs.
 
 
+def publishing(scripted: Scripted) -> Program:
+    """The program, with a publisher `i` to the topic. Skips the scenario if the client has none."""
+    scripted.program.needs("publisher")
+    scripted.program.call("open_publisher", "i", topic="t")
+    return scripted.program
+
+
 def test_a_publisher_sends_again_what_has_no_receipt(scripted: Scripted) -> None:
     """After Unknown, a refusal, and a stream that ends."""
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     command = program.send([Message(b"\xff\0", b"a"), Message(b"b", b"b")], "i").accepted()
     scripted.ids_taken(2).unknown()
     scripted.ids_taken(2).refuse("RECOVERING", 10)
@@ -511,9 +516,7 @@ def test_a_publisher_sends_again_what_has_no_receipt(scripted: Scripted) -> None
 
 
 def test_a_publisher_that_meets_another_incarnation_reports_the_loss(scripted: Scripted) -> None:
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     command = program.send([Message(b"a")], "i").accepted()
     scripted.ids_taken(1).store()
     command.ok()
@@ -525,9 +528,7 @@ def test_a_publisher_that_meets_another_incarnation_reports_the_loss(scripted: S
 def test_what_a_publisher_has_sent_has_an_unknown_outcome_after_a_refusal(scripted: Scripted) -> None:
     """Of the stream, or of a later frame with the same messages. A refusal of the only frame proves that it has stored
     nothing."""
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     command = program.send([Message(b"a")], "i").accepted()
     scripted.ids_taken(1).refuse("NOT_ALLOWED", NEVER)
     command.error("NOT_ALLOWED")
@@ -542,9 +543,7 @@ def test_what_a_publisher_has_sent_has_an_unknown_outcome_after_a_refusal(script
 
 def test_a_refusal_by_who_is_the_owner_no_more_proves_nothing(scripted: Scripted) -> None:
     """What was in flight when the owner changed may be stored."""
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     command = program.send([Message(b"a")], "i").accepted()
     command.is_expected_to_fail = True
     scripted.ids_taken(1).refuse("NOT_OWNER", 0)
@@ -554,9 +553,7 @@ def test_a_refusal_by_who_is_the_owner_no_more_proves_nothing(scripted: Scripted
 
 def test_the_only_sidecar_is_believed_whatever_its_term(scripted: Scripted) -> None:
     """After a crash it may know only a term of before, until it has recovered the topic."""
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     scripted.term = 7
     command = program.send([Message(b"a")], "i").accepted()
     scripted.ids_taken(1).store()
@@ -567,9 +564,7 @@ def test_the_only_sidecar_is_believed_whatever_its_term(scripted: Scripted) -> N
 
 
 def test_what_was_sent_on_a_stream_that_took_no_frame_is_refused(scripted: Scripted) -> None:
-    program = scripted.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(scripted)
     command = program.send([Message(b"a")], "i").accepted()
     scripted.ids_taken(1).stream.end(grpc.StatusCode.PERMISSION_DENIED, "NOT_ALLOWED", frames_taken="0")
     command.error("NOT_ALLOWED")
@@ -578,9 +573,7 @@ def test_what_was_sent_on_a_stream_that_took_no_frame_is_refused(scripted: Scrip
 def test_a_former_owner_refuses_nothing_for_good(two: list[Scripted]) -> None:
     """A publisher sends again, to the sidecar with the highest term."""
     first, second = two
-    program = first.program
-    program.needs("publisher")
-    program.call("open_publisher", "i", topic="t")
+    program = publishing(first)
     first.term = second.term = 7
     command = program.send([Message(b"a")], "i").accepted()
     first.ids_taken(1).store()
