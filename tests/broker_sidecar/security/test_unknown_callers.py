@@ -379,7 +379,9 @@ def test_one_that_is_slow_is_refused_with_a_reason_and_may_call_again(closed: Si
 
 FLOODING = 60
 """Connections: fewer than one address may have."""
-CALLS_OF_FLOOD = 90
+CALLS_OF_FLOOD = 30
+"""On each. They all arrive again after HELD_SECONDS: so few that even a machine ten times slower does not spend all of
+its time on them. What is tested is who waits, and not how fast Python is."""
 OPEN = "/seqdedupe.v1.PublishService/Open"
 MOST_DELAYED = 20.0
 
@@ -416,20 +418,20 @@ def test_a_flood_of_calls_holds_up_no_known_caller(
 ) -> None:
     """All calls of known callers are answered, over new connections from the same address too, and soon. What floods
     is ended."""
-    environment = with_constants.environment(connections__CALL_SECONDS=1e6, connections__HELD_SECONDS=3.0)
+    environment = with_constants.environment(connections__CALL_SECONDS=1e6)
     module = with_constants.MODULE
     with Sidecar(tmp_path, module=module, environment=environment, authentication="token") as sidecar:
-        quiet = seconds_of_calls(sidecar)
         delayed: list[float] = []
-        with flooding(sidecar, path) as flood:
-            while len(delayed) < ATTEMPTS and min(delayed, default=MOST_DELAYED) >= MOST_DELAYED:
+        while len(delayed) < ATTEMPTS and min(delayed, default=MOST_DELAYED) >= MOST_DELAYED:
+            quiet = seconds_of_calls(sidecar)
+            with flooding(sidecar, path) as flood:
                 delayed.append(round(seconds_of_calls(sidecar) / quiet, 2))
-            record_property("median of a call, by that without the flood", delayed)
-            assert min(delayed) < MOST_DELAYED, delayed
-            assert flood.stdout is not None
-            assert int(flood.stdout.readline()) > 0
-            seconds_of_calls(sidecar, 20)
-            assert is_answered(sidecar, WAIT_SECONDS)
+                assert flood.stdout is not None
+                assert int(flood.stdout.readline()) > 0
+                seconds_of_calls(sidecar, 20)
+                assert is_answered(sidecar, WAIT_SECONDS)
+        record_property("median of a call, by that without the flood", delayed)
+        assert min(delayed) < MOST_DELAYED, delayed
         assert not sidecar.errors
 
 
