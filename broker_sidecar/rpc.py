@@ -11,7 +11,7 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import iscoroutinefunction
@@ -57,9 +57,11 @@ M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
-def status_of(e: SeqdedupeError) -> grpc.Status:
-    """Return the gRPC status of an error: its code, and details with reason, numbers, hint and retry delay."""
-    info = error_details_pb2.ErrorInfo(reason=e.reason, domain=ERROR_DOMAIN, metadata=e.numbers | {"hint": e.hint})
+def status_of(e: SeqdedupeError, more: Mapping[str, str] = {}) -> grpc.Status:
+    """Return the gRPC status of an error: its code, and details with reason, numbers, `more` numbers, hint and retry
+    delay."""
+    numbers = {**e.numbers, **more, "hint": e.hint}
+    info = error_details_pb2.ErrorInfo(reason=e.reason, domain=ERROR_DOMAIN, metadata=numbers)
     details = [any_pb2.Any()]
     details[0].Pack(info)
     if e.retry_delay_ms >= 0:
@@ -76,8 +78,9 @@ def known_code(code: Any) -> grpc.StatusCode | None:
     return next((known for known in grpc.StatusCode if code is known or code == known.value[0]), None)
 
 
-async def abort(context: Context, e: Exception) -> NoReturn:
-    """End the call with this error. Any other exception is a defect: it is logged, and the caller gets no details."""
+async def abort(context: Context, e: Exception, numbers: Mapping[str, str] = {}) -> NoReturn:
+    """End the call with this error, and with these numbers in addition to the error's. Any other exception is a defect:
+    it is logged, and the caller gets no details."""
     if isinstance(e, grpc.aio.InternalError):
         # The call is over, because its client has gone or the server has stopped. There is no caller to answer.
         raise asyncio.CancelledError from e
@@ -91,7 +94,7 @@ async def abort(context: Context, e: Exception) -> NoReturn:
     # read its status, or, in a reference cycle with its stream, until the garbage collector runs.
     cause.__traceback__ = cause.__context__ = cause.__cause__ = None
     try:
-        await context.abort_with_status(status_of(e))
+        await context.abort_with_status(status_of(e, numbers))
     except grpc.aio.InternalError as over:
         raise asyncio.CancelledError from over
     except grpc.aio.AbortError:

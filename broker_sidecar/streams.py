@@ -4,7 +4,7 @@ other streams."""
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -94,6 +94,8 @@ class Stream:
         the client reads it or disconnects."""
         self._method = method_of_call()
         self.frames_in_flight = 0
+        self.error_numbers: Mapping[str, str] = {}
+        """Numbers that an error has in addition if it ends the stream now."""
         self.moved_at = time.monotonic()
         """The time when the sidecar last sent a message, or when the client last sent a message that served the
         stream's purpose."""
@@ -321,7 +323,7 @@ class Streams:
                     await stream.begin()
                     await serve(request, context, stream)
             except Exception as e:  # noqa: BLE001 (whatever it is, the caller gets an answer)
-                await abort(context, e)
+                await abort(context, e, stream.error_numbers)
 
         return handle
 

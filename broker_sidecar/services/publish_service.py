@@ -5,6 +5,7 @@ import logging
 import struct
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -211,6 +212,8 @@ nearly the whole memory."""
 NO_MESSAGE_ID = MessageId(-1, -1, -1).to_proto()
 
 _STATE_OF_TOPIC = struct.Struct("<BqBq")
+_NO_FRAMES: Mapping[str, str] = {wire.FRAMES_TAKEN: "0"}
+_NO_NUMBERS: Mapping[str, str] = {}
 
 
 class _FrameStream:
@@ -303,6 +306,7 @@ class _FrameStream:
             self.stream.frames_in_flight -= 1
             self.stream.share.give_back(size)
             raise
+        self.stream.error_numbers = _NO_NUMBERS
 
     def _encoded(self, answer: FrameReceipt | Refusal) -> bytes:
         try:
@@ -506,25 +510,20 @@ class PublishService:
             self._permissions.check_publishes_unnamed(topic.name)
 
     async def _publish_stream(self, _requests: object, context: Context, stream: Stream) -> None:
+        stream.error_numbers = _NO_FRAMES
         if any(key == wire.GREETING for key, _ in context.invocation_metadata() or ()):
             await stream.write(b"")
         first = await stream.read_first()
         if first is grpc.aio.EOF:
             return
-        try:
-            name, frames = parse_frames(first)
-            is_early = takes_early_receipts(first)
-            del first  # the frames are copies of it
-            # Checked once here. After this, the topic judges every frame separately.
-            self._permissions.check_topic(Action.PUBLISH, topic_name(name))
-            stream.allowed.clear()
-            topic = await find(self._topics, name)
-            allowing = self._permissions.allowing(topic.name, topic.producers)
-            if allowing is not None:
-                self._check_unnamed(topic)
-        except SeqdedupeError as e:
-            numbers = e.numbers | {wire.FRAMES_TAKEN: "0"}
-            raise type(e)(e.reason, e.message, e.hint, e.retry_delay_ms, numbers) from e
+        name, frames = parse_frames(first)
+        is_early = takes_early_receipts(first)
+        del first  # the frames are copies of it
+        # Checked once here. After this, the topic judges every frame separately.
+        self._permissions.check_topic(Action.PUBLISH, topic_name(name))
+        stream.allowed.clear()
+        topic = await find(self._topics, name)
+        allowing = self._permissions.allowing(topic.name, topic.producers)
         publishing = _FrameStream(topic, stream, allowing, is_early=is_early)
         writer = unasked(publishing.send_all())
         try:

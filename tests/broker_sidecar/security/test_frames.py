@@ -175,11 +175,14 @@ def test_a_stream_says_that_it_has_taken_no_frame(ruled: Ruled, ann: Caller, top
         said = refused(ann.stream(name).end)
         assert (said.reason, said.numbers.get("frames_taken")) == (reason, "0")
     epochs = ann.epochs(f"{topic}-names", "ann")
-    stream = ann.stream(f"{topic}-names")
-    stream.receipt(batch([("ann", 0)], epochs))
-    stream.send_raw(topic_bytes("another"))
-    said = refused(stream.end)
-    assert (said.reason, said.numbers.get("frames_taken")) == ("INVALID_REQUEST", None)
+    for frames, numbers in ((0, {"frames_taken": "0"}), (1, {})):
+        stream = ann.stream(f"{topic}-names")
+        for k in range(frames):
+            stream.receipt(batch([("ann", k)], epochs))
+        stream.send_raw(topic_bytes("another"))
+        said = refused(stream.end)
+        assert said.reason == "INVALID_REQUEST"
+        assert {name: said.numbers[name] for name in said.numbers if name == "frames_taken"} == numbers
 
 
 def _publishing_on(caller: Caller, own: str, other: str) -> Refused:
