@@ -107,7 +107,7 @@ class Snapshotter:
         self.stored(0)
 
     def stored(self, entries: int) -> None:
-        """Count `entries` more confirmed batches. Take a snapshot if it is due."""
+        """Count `entries` new confirmed batches. Take a snapshot if one is due."""
         self._entries += entries
         self.on_stored()
         if self._entries >= self._every_entries and self._next is None:

@@ -362,7 +362,7 @@ def cursors_of(topic: Topic) -> tuple[NamedCursor, ...]:
 
 
 def kept_by_cursor(topic: Topic, name: str) -> CursorContent | None:
-    """Return the value of a cursor. Raises the errors of `cursors_of`, INVALID_NAME."""
+    """Return a cursor's value. Raises INVALID_NAME and the errors of `cursors_of`."""
     check_cursor_name(name)
     found = next((one for one in cursors_of(topic) if one.name == name), None)
     return None if found is None else (found.position, found.note)

@@ -364,8 +364,7 @@ class BlockingPartitionedProducer(PartitionedProducer[BlockingTopicProducer]):
         self._all(Session.stop)
 
     def _all(self, call: Callable[[Session], Coroutine[Any, Any, None]]) -> None:
-        """Make this call in the sessions of all partitions, and raise the error of the first session whose call
-        failed."""
+        """Make this call in the sessions of all partitions. Raise the first error, in the order of the partitions."""
 
         async def do() -> list[BaseException | None]:
             return await asyncio.gather(*(call(part.session) for part in self.parts), return_exceptions=True)

@@ -91,8 +91,8 @@ class Room:
         return f"the disk of {self._folder} has {there:.1f} MiB free: a topic needs {needed:.1f} MiB to be written"
 
     def _why_trial_fails(self) -> str:
-        """Write LARGEST_BYTES to a temporary file, which is then removed, and measure the free space. Return the reason
-        of a failure; empty if the trial succeeded."""
+        """Write LARGEST_BYTES to a temporary file, measure the free space, and remove the file. Return the reason for a
+        failure; empty if the trial succeeded."""
         # Use random bytes, because a file system cannot compress them.
         block = os.urandom(_BLOCK_BYTES)
         try:
