@@ -250,6 +250,9 @@ async def _ended_at(process: Process, at: int, one_by_one: bool, monkeypatch: py
             return False
     # Nothing of this process goes on: the next one finds its files.
     process.store.close()
+    for _, storage in process.storages.values():
+        if storage.writer is not None:
+            storage.writer.crash(None)
     await process.start()
     return True
 
