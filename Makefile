@@ -33,6 +33,7 @@ function-wheel: $(READY)
 prepare: $(READY)
 	@$(BIN)/python -m pulsar_broker get || true
 	@$(BIN)/python -m tests.spark.class_data
+	@$(BIN)/python -m tests.client_conformance.programs
 
 # Bytecode of all there is, the tests as pytest rewrites them, and the kernels: else every worker makes its own.
 compile: $(READY)

@@ -59,6 +59,7 @@ LONG = (
     "tests/spark/stores/test_kill.py",
     "tests/property/",
     "tests/cli/test_commands.py",
+    "tests/client_conformance/test_sidecar.py",
     "tests/cli/test_docs.py",
     "tests/log/test_damage.py",
     "tests/broker_sidecar/test_descriptors.py",

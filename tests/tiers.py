@@ -169,7 +169,7 @@ STAYING: Mapping[str, int] = {
     "tests/client/test_imports.py::test_what_it_must_not_import": 0,
     "tests/client/test_interrupts.py::test_an_interrupt_at_any_step": 1,
     "tests/client_conformance/test_control.py": 3,
-    "tests/client_conformance/test_sidecar.py::test_kills_of_client_and_sidecar": 4,
+    "tests/client_conformance/test_sidecar.py::test_kills_of_client_and_sidecar": 5,
     "tests/core/test_id_slots.py::test_control_a_planted_bug": 1,
     "tests/core/test_id_slots.py::test_each_id_is_found": 2,
     "tests/core/test_id_slots.py::test_the_histories_are_not_empty": 0,
@@ -352,7 +352,9 @@ class Service(NamedTuple):
 
 JAVA = Service("Java", ("java",), "install Java 17, Debian's openjdk-17-jre-headless")
 PULSAR = Service("Pulsar", (), "install Java 17 and Maven, or set PULSAR_HOME")
-GO = Service("Go", ("go",), "install Go 1.26 or newer, and run `make peer-tests` once")
+JDK = Service("JDK", ("javac", "mvn"), "install Debian's openjdk-17-jdk-headless and maven, and build once online")
+GO = Service("Go", ("go",), "install Go 1.26 or newer, and build once online")
+PULSAR_GO = Service("Pulsar client for Go", ("go",), "install Go 1.26 or newer, and run `make peer-tests` once")
 POSTGRESQL = Service("PostgreSQL", (), "install Debian's postgresql, or set TEST_POSTGRES to the URL of a server")
 MARIADB = Service("MariaDB", ("mariadbd", "mariadb-install-db"), "install Debian's mariadb-server")
 REDIS = Service("Redis", ("redis-server",), "install Debian's redis-server")

@@ -2,7 +2,6 @@
 
 import os
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from seqdedupe.testing import Sidecar
+from tests.client_conformance import programs
 from tests.client_conformance.lines import Client, Program
 from tests.client_conformance.scripted import Scripted
-from tests.tiers import GO
 
 YOURS = "CONFORMANCE_CLIENT"
 """The variable with the command of another client's program, which is then the only one that is tested."""
@@ -30,39 +29,42 @@ CLIENTS = [
     Client("python", python_program(), ROOT),
     Client("python-blocking", python_program("--blocking"), ROOT),
     Client("schema", [sys.executable, "-m", "tests.client_conformance.schema_program"], ROOT),
-    Client("go", ["conformance"], ROOT / "clients" / "go"),
+    Client("go", (), programs.GO_CLIENT.folder),
+    Client("java", (), programs.JAVA_CLIENT.folder),
 ]
 if command := os.environ.get(YOURS):
     CLIENTS = [Client("yours", shlex.split(command), Path.cwd())]
 
 
 @pytest.fixture(scope="session")
-def programs() -> Iterator[dict[str, Program]]:
+def running() -> Iterator[dict[str, Program]]:
     """The programs that run, by their clients' names: scenarios that fail or kill leave none."""
-    running: dict[str, Program] = {}
-    yield running
-    for program in running.values():
+    found: dict[str, Program] = {}
+    yield found
+    for program in found.values():
         program.kill()
 
 
+# Fixtures, because a build that has failed once is not tried again for the next test.
+
+
 @pytest.fixture(scope="session")
-def go_program(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The Go client's program. Without Go, or the modules that the client needs, the test is skipped."""
-    go, folder = GO.where("go"), ROOT / "clients" / "go"
-    if go is None or subprocess.run([go, "mod", "download"], cwd=folder, check=False).returncode:
-        GO.missing()
-    built = tmp_path_factory.mktemp("go") / "conformance"
-    subprocess.run([go, "build", "-o", built, "./cmd/conformance"], cwd=folder, check=True)
-    return str(built)
+def go_command() -> list[str]:
+    return programs.go_command()
+
+
+@pytest.fixture(scope="session")
+def java_command() -> list[str]:
+    return programs.java_command()
 
 
 @pytest.fixture(params=CLIENTS, ids=lambda client: client.name)
-def program(request: pytest.FixtureRequest, programs: dict[str, Program]) -> Iterator[Program]:
+def program(request: pytest.FixtureRequest, running: dict[str, Program]) -> Iterator[Program]:
     """A program of each client, from which earlier scenarios are gone."""
     client: Client = request.param
-    if client.name == "go":
-        client = client._replace(command=[request.getfixturevalue("go_program")])
-    found = programs.pop(client.name, None)
+    if not client.command:
+        client = client._replace(command=request.getfixturevalue(f"{client.name}_command"))
+    found = running.pop(client.name, None)
     if found is None or not found.runs:
         found = Program(client)
     failed = request.session.testsfailed
@@ -70,7 +72,7 @@ def program(request: pytest.FixtureRequest, programs: dict[str, Program]) -> Ite
         yield found
     finally:
         if request.session.testsfailed == failed and found.runs:
-            programs[client.name] = found
+            running[client.name] = found
         else:
             found.kill()
 

@@ -27,6 +27,7 @@ class Client(NamedTuple):
 
     name: str
     command: Sequence[str]
+    """Empty if the program is compiled first: the fixture `<name>_command` builds it."""
     folder: Path
 
 

@@ -29,7 +29,7 @@ from tests.pulsar.test_door import connect as connect
 from tests.pulsar.test_door import namespace as namespace
 from tests.pulsar.test_door import start as start
 from tests.pulsar.test_door import topic as topic
-from tests.tiers import GO
+from tests.tiers import PULSAR_GO
 
 Connect = Callable[..., pulsar.Client]
 
@@ -276,7 +276,7 @@ def stock_go(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         return go_program(tmp_path_factory.mktemp("go"), ".")
     except Unavailable:
-        GO.missing()
+        PULSAR_GO.missing()
 
 
 def test_a_go_client_publishes_and_consumes_with_one_url(

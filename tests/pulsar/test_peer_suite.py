@@ -10,7 +10,7 @@ from pulsar_broker.standalone import Broker
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
 from tests.broker_sidecar.door.wire import door_of
 from tests.pulsar.peer_suite import BROKER_KEYS, NOT_PASSED, Run, Suite, built, serve, table
-from tests.tiers import GO
+from tests.tiers import PULSAR_GO
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def suite() -> Suite:
     try:
         return built()
     except Unavailable:
-        GO.missing()
+        PULSAR_GO.missing()
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from tests.broker_sidecar.door.stock_kills import (
     round_at_workers,
 )
 from tests.broker_sidecar.door.stock_processes import RIGHT, command_of
-from tests.tiers import GO, JAVA
+from tests.tiers import JAVA, PULSAR_GO
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def go(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     try:
         return {"go": command_of("go", tmp_path_factory.mktemp("programs"))}
     except Unavailable:
-        GO.missing()
+        PULSAR_GO.missing()
 
 
 def test_go_loses_and_doubles_nothing_at_a_sidecar(go: Commands, tmp_path: Path) -> None:
