@@ -46,6 +46,17 @@ class Scene:
         return "LIVENESS" in self.small
 
 
+POSITIONS = {
+    "RESTORES": 1,
+    "READERS": 1,
+    "NAMES": 2,
+    "SESSIONS": 2,
+    "MESSAGES": 1,
+    "TERMS": 2,
+    "FLIGHT": 1,
+    "LOSSES": 0,
+}
+
 SCENES = (
     Scene(
         "pipelining",
@@ -89,14 +100,8 @@ SCENES = (
     ),
     Scene(
         "restored positions",
-        {
-            **{"RESTORES": 1, "READERS": 1, "NAMES": 2, "SESSIONS": 2, "MESSAGES": 1},
-            **{"TERMS": 2, "LOG": 6, "FLIGHT": 1, "CRASHES": 0, "LOSSES": 0},
-        },
-        {
-            **{"RESTORES": 1, "READERS": 1, "NAMES": 2, "SESSIONS": 2, "MESSAGES": 1},
-            **{"TERMS": 2, "LOG": 7, "FLIGHT": 1, "CRASHES": 1, "LOSSES": 0},
-        },
+        {**POSITIONS, "LOG": 5, "CRASHES": 0},
+        {**POSITIONS, "LOG": 6, "CRASHES": 1},
     ),
     Scene("window", {"IDS": 3, "LOG": 5}, {"IDS": 3, "LOG": 6}, "window.pml", max_trace=45),
     Scene("receipts", {"LIVENESS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 5, "LOG": 15}, None),
@@ -243,10 +248,21 @@ def rules_text(results: Results) -> str:
     return "\n".join([*lines, "```"])
 
 
+_ADDED = r"([AB]\.|)admit\(((\d)(?:,s\d)?)\) \1land\(\3(?:,index\d)?\)(?!:void)"
+_OPENED = (
+    r"([AB]\.)open\((s\d),(epoch\d+)\) (\1store\S+ |)\1land\(SESSION,\d+\) (\1store\S+ |)"
+    r"\1confirm\(SESSION,\d+\) \1opened\(\2,\d\)"
+)
+_TAKEN = r"([AB]\.)mark\((\d)\) \1serve\((\d)\)"
+"""Steps that the page shows as one."""
+
+
 def _short(scene: Scene, result: Result) -> str:
     steps = [step for step in result.trace if not (scene.is_about_liveness and re.search("answer|refuse", step))]
     # A lookup is shown where other steps follow, before the decision.
     text = re.sub(r"lookUp\((\d)\) (?=(admit|answer)\(\1)", "", " ".join(steps)).replace("MESSAGE,", "")
+    text = re.sub(_OPENED, r"\4\5\1opened(\2,\3)", re.sub(_ADDED, r"\1add(\2)", text))
+    text = re.sub(_TAKEN, r"\1take(\2,\3)", text)
     if scene.small.get("SIDECARS", 1) == 1:
         text = text.replace("A.", "")
     return text.replace(",s1", "") if scene.small.get("SESSIONS", 1) == 1 else text

@@ -180,15 +180,15 @@ inline read_on(k_) {
      :: j < LOG && OWNERSHIP(j) != position_ownership -> printf("%c.diverged(%d)\n", LETTER(k_), next_index); refuse_position(k_)
 #endif
      :: else ->
+        for (n : 0 .. LOG - 1) {
+          must(log[n].kind != MESSAGE || log[n].is_void || log[n].index >= next_index || seen[log[n].index] == MESSAGE_AT(n),
+               "BROKEN: reader: it goes on, and has not read a message before its position\n")
+        };
         find(k_, next_index);
         if
         :: j < LOG ->
            printf("%c.read(%d,index%d)\n", LETTER(k_), log[j].id, next_index);
            seen[next_index] = MESSAGE_AT(j); position_ownership = OWNERSHIP(j);
-           for (n : 0 .. LOG - 1) {
-             must(log[n].kind != MESSAGE || log[n].is_void || log[n].index >= next_index || seen[log[n].index] == MESSAGE_AT(n),
-                  "BROKEN: reader: it goes on, and has not read a message before its position\n")
-           };
            next_index++
         :: else
         fi

@@ -9,8 +9,12 @@ from model.check import BUGS, PAGE, SCENES, Result, run, with_part
 from tests import tiers
 
 SMALL = {
-    **{"pipelining": {"LOG": 7}, "two owners": {"LOG": 6}, "two sessions": {"LOG": 6}, "window": {"LOG": 4}},
-    **{"readers": {"LOG": 6}, "restored log": {"CRASHES": 0}},
+    "pipelining": {"LOG": 7},
+    "two owners": {"LOG": 6},
+    "two sessions": {"LOG": 6},
+    "readers": {"LOG": 6},
+    "restored log": {"CRASHES": 0},
+    "window": {"LOG": 4},
 }
 """Bounds below those of `make model`, which explores each scene."""
 
