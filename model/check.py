@@ -24,7 +24,7 @@ PAGE = FOLDER.parent / "docs" / "internals" / "model.md"
 MEMORY_IN_MB = 8_000
 MAX_DEPTH = 1_000_000
 WORKERS = 2
-PARTS = ("RETENTION", "FORGETTING", "LIVENESS")
+PARTS = ("RETENTION", "FORGETTING", "LIVENESS", "READERS", "RESTORES")
 """Defines that switch on a part of a model, and are no bounds."""
 MIN_LARGE_STATES = 10_000_000
 
@@ -45,6 +45,17 @@ class Scene:
         """Whether the scene asks if something happens at last, if every process takes its steps at last."""
         return "LIVENESS" in self.small
 
+
+POSITIONS = {
+    "RESTORES": 1,
+    "READERS": 1,
+    "NAMES": 2,
+    "SESSIONS": 2,
+    "MESSAGES": 1,
+    "TERMS": 2,
+    "FLIGHT": 1,
+    "LOSSES": 0,
+}
 
 SCENES = (
     Scene(
@@ -76,6 +87,21 @@ SCENES = (
         "forgetting",
         {"FORGETTING": 1, "SESSIONS": 2, "MESSAGES": 1, "TERMS": 2, "LOG": 8},
         {"FORGETTING": 1, "SESSIONS": 2, "MESSAGES": 1, "SIDECARS": 2, "TERMS": 2, "LOG": 9},
+    ),
+    Scene(
+        "readers",
+        {"READERS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 2, "LOG": 7},
+        {"READERS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 3, "LOG": 8},
+    ),
+    Scene(
+        "restored log",
+        {"RESTORES": 1, "SESSIONS": 2, "MESSAGES": 1, "TERMS": 2, "LOG": 6},
+        {"RESTORES": 1, "SESSIONS": 2, "MESSAGES": 2, "TERMS": 2, "LOG": 7},
+    ),
+    Scene(
+        "restored positions",
+        {**POSITIONS, "LOG": 5, "CRASHES": 0},
+        {**POSITIONS, "LOG": 6, "CRASHES": 1},
     ),
     Scene("window", {"IDS": 3, "LOG": 5}, {"IDS": 3, "LOG": 6}, "window.pml", max_trace=45),
     Scene("receipts", {"LIVENESS": 1, "MESSAGES": 2, "SIDECARS": 2, "TERMS": 5, "LOG": 15}, None),
@@ -118,6 +144,13 @@ BUGS = (
     Bug("RETENTION_AHEAD_OF_THE_SNAPSHOT", "retention", "Retention drops only what the snapshot covers."),
     Bug("FORGETS_A_CONNECTED_NAME", "forgetting", "A connected name is not forgotten."),
     Bug("FORGOTTEN_NAME_KEEPS_ITS_SESSION", "forgetting", "Forgetting a name ends its session."),
+    Bug("SHOWS_WHAT_IS_NOT_CONFIRMED", "readers", "Readers get only confirmed messages."),
+    Bug("ANY_SIDECAR_SAYS_WHERE_THE_TOPIC_ENDS", "readers", "Only an owner says where the topic ends."),
+    Bug("RESUMES_BELOW_ITS_RECEIPTS", "restored log", "A client that resumes compares persisted with its receipts."),
+    Bug("EPOCHS_REPEAT", "restored log", "The count of a term's sessions begins with a random number."),
+    Bug("SNAPSHOT_AFTER_THE_LOGS_END", "restored log", "A log that ends before the snapshot is damaged."),
+    Bug("POSITION_WITHOUT_OWNERSHIP", "restored positions", "A position names its message's ownership."),
+    Bug("OWNERSHIP_IS_THE_TERM", "restored positions", "Ownership is a marker's random token, not its term."),
     Bug("ID_IN_FLIGHT_COUNTS_AS_NEW", "window", "An ID in flight is not NotDup."),
     Bug("ID_IN_FLIGHT_COUNTS_AS_STORED", "window", "An ID in flight is not Dup."),
     Bug("FAILED_ID_COUNTS_AS_STORED", "window", "The window does not contain IDs of failed appends."),
@@ -159,7 +192,8 @@ def run(scene: Scene, bounds: Mapping[str, int], bug: str = "") -> Result:
     defines = [f"-D{name}={value}" for name, value in bounds.items()] + [f"-DBUG_{bug}"] * bool(bug)
     is_shortest = bool(bug) and not scene.is_about_liveness
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, scene.file).write_bytes((FOLDER / scene.file).read_bytes())
+        for file in FOLDER.glob("*.pml"):
+            Path(folder, file.name).write_bytes(file.read_bytes())
         _call(folder, "spin", *defines, "-a", scene.file)
         flags = ["-DNFAIR=3"] if scene.is_about_liveness else ["-DSAFETY", "-DREACH"] if is_shortest else ["-DSAFETY"]
         flags += ["-DCOLLAPSE", f"-DMEMLIM={MEMORY_IN_MB}"]
@@ -214,10 +248,21 @@ def rules_text(results: Results) -> str:
     return "\n".join([*lines, "```"])
 
 
+_ADDED = r"([AB]\.|)admit\(((\d)(?:,s\d)?)\) \1land\(\3(?:,index\d)?\)(?!:void)"
+_OPENED = (
+    r"([AB]\.)open\((s\d),(epoch\d+)\) (\1store\S+ |)\1land\(SESSION,\d+\) (\1store\S+ |)"
+    r"\1confirm\(SESSION,\d+\) \1opened\(\2,\d\)"
+)
+_TAKEN = r"([AB]\.)mark\((\d)\) \1serve\((\d)\)"
+"""Steps that the page shows as one."""
+
+
 def _short(scene: Scene, result: Result) -> str:
     steps = [step for step in result.trace if not (scene.is_about_liveness and re.search("answer|refuse", step))]
     # A lookup is shown where other steps follow, before the decision.
     text = re.sub(r"lookUp\((\d)\) (?=(admit|answer)\(\1)", "", " ".join(steps)).replace("MESSAGE,", "")
+    text = re.sub(_OPENED, r"\4\5\1opened(\2,\3)", re.sub(_ADDED, r"\1add(\2)", text))
+    text = re.sub(_TAKEN, r"\1take(\2,\3)", text)
     if scene.small.get("SIDECARS", 1) == 1:
         text = text.replace("A.", "")
     return text.replace(",s1", "") if scene.small.get("SESSIONS", 1) == 1 else text

@@ -1,4 +1,5 @@
 /* A topic of sequence IDs: sessions, sidecars, a log that delays and loses appends, snapshots, retention, forgetting.
+ * readers.pml has its readers, and restored logs.
  *
  * docs/internals/model.md says what is modelled and what is not. `python -m model.check` runs this file.
  *
@@ -41,7 +42,8 @@
 #ifndef LOSSES
 #define LOSSES 1 /* failures of the log that lose appends */
 #endif
-/* Parts that a run may switch on: RETENTION (with one loss of the store), FORGETTING, LIVENESS. */
+/* Parts that a run may switch on: RETENTION (with one loss of the store), FORGETTING, LIVENESS; in readers.pml READERS,
+ * RESTORES. */
 
 #define BIT(id) (1 << (id))
 #define NAME(s) ((s) % NAMES)
@@ -63,6 +65,9 @@ typedef Entry {
   unsigned id : 2;
   unsigned epoch : 5;
   unsigned index : 3; /* of the next message here, as every reader counts */
+#ifdef RESTORES
+  unsigned history : 1; /* with `who` and `term`, the token of a marker: the terms of a restored log repeat */
+#endif
 };
 
 Entry log[LOG];
@@ -79,6 +84,7 @@ byte receipts[SIDECARS];           /* appends that landed, and whose outcome the
 #define STANDBY 0
 #define READING 1 /* its marker is in the log; it answers RECOVERING */
 #define SERVING 2 /* it believes that it owns the topic */
+#define DAMAGED 3 /* it gives up */
 
 typedef Sidecar {
   byte mode;
@@ -115,6 +121,10 @@ typedef Session {
   byte at;    /* the sidecar that it asked to open it */
   byte epoch;
   byte base;  /* persisted, as Open answered; it sends what follows */
+#ifdef RESTORES
+  bit is_broken; /* its connection: it has to resume */
+  byte known;    /* it was told that all up to here is stored */
+#endif
 };
 
 Session session[SESSIONS];
@@ -125,6 +135,10 @@ byte held[NAMES];     /* a bit for each ID that the log ever held, not void */
 byte told[NAMES];     /* the highest ID that a session was told is stored */
 byte answered[NAMES]; /* the highest epoch that an Open has returned */
 bit forgotten[NAMES]; /* the log holds that the policy has forgotten the name: nothing is told of it any more */
+#ifdef RESTORES
+bit restores;
+byte newest[NAMES];   /* 1 + the session whose Open was answered last in this history */
+#endif
 #ifdef LIVENESS
 byte dup[SESSIONS];   /* a bit for each ID that was answered Dup */
 #define ALL ((1 << (MESSAGES + 1)) - 2)
@@ -135,13 +149,16 @@ ltl receipt { <> (dup[0] == ALL) }
 #define MAX(a, b) (((a) > (b)) -> (a) : (b))
 #define UP_TO(id) ((1 << ((id) + 1)) - 2)
 
-hidden byte n, j, t, kind, p, id, e, is_foreign, is_stated;
+hidden byte n, j, t, kind, p, id, e, is_foreign, is_stated, is_cut;
 
 /* An entry lands at the end of the log. */
 inline land(k_, term_, kind_, name_, id_, epoch_) {
   log[end].kind = kind_; log[end].term = term_; log[end].who = k_;
   log[end].name = name_; log[end].id = id_; log[end].epoch = epoch_;
   log[end].index = messages;
+#ifdef RESTORES
+  log[end].history = restores;
+#endif
   if
   :: kind_ == MARKER && term_ > owner_term -> owner_term = term_; owner = k_
   :: else ->
@@ -241,6 +258,14 @@ inline fail_in_flight(k_) {
   must(held[NAME(s_)] & BIT(id_), text); \
   told[NAME(s_)] = (forgotten[NAME(s_)] -> 0 : MAX(told[NAME(s_)], id_))
 
+#ifdef RESTORES
+#define knows(s_, id_) \
+  if \
+  :: session[s_].mode == PUBLISHING && !session[s_].is_broken -> session[s_].known = MAX(session[s_].known, id_) \
+  :: else \
+  fi
+#endif
+
 /* -- Sessions. */
 
 inline ask_open(k_, s_) {
@@ -255,7 +280,17 @@ inline ask_open(k_, s_) {
 }
 
 #define IS_NEXT(s) (s < NAMES || session[s - NAMES].mode != NEW) /* by symmetry sessions of a name begin in order */
-#define CAN_OPEN(k, s) (session[s].mode == NEW && IS_NEXT(s) && side[k].mode == SERVING && side[k].opens < OPENS - 1 && len(flight[k]) < FLIGHT)
+#if defined(RESTORES) && !defined(BUG_EPOCHS_REPEAT)
+#define FIRST_OPEN (2 * restores) /* a random number: no history gives the epochs of another */
+#else
+#define FIRST_OPEN 0
+#endif
+#ifdef RESTORES
+#define LAST_OPEN (FIRST_OPEN + 1)
+#else
+#define LAST_OPEN (OPENS - 2)
+#endif
+#define CAN_OPEN(k, s) (session[s].mode == NEW && IS_NEXT(s) && side[k].mode == SERVING && side[k].opens <= LAST_OPEN && len(flight[k]) < FLIGHT)
 #if defined(BUG_OPEN_ANSWERED_AT_ONCE)
 #define IS_OPENED(k, s) (side[k].epoch[NAME(s)] >= session[s].epoch)
 #elif defined(BUG_SESSION_WITHOUT_RECORD)
@@ -280,6 +315,10 @@ proctype Producer(byte s) {
        must((held[NAME(s)] & UP_TO(session[s].base)) == UP_TO(session[s].base),
             "BROKEN: Open: its answer covers a message that the log does not hold\n");
        told[NAME(s)] = MAX(told[NAME(s)], session[s].base);
+#ifdef RESTORES
+       session[s].known = session[s].base;
+       newest[NAME(s)] = (session[s].epoch > answered[NAME(s)] -> s + 1 : newest[NAME(s)]);
+#endif
        answered[NAME(s)] = MAX(answered[NAME(s)], session[s].epoch)
      }
   :: d_step { /* no answer: it tries again */
@@ -324,6 +363,9 @@ inline judge(k_, s_, i_) {
 #endif
         printf("%c.answer(%d,s%d,Dup)\n", LETTER(k_), i_, s_ + 1);
         tell(s_, i_, "BROKEN: Dup: the log does not hold the message\n");
+#ifdef RESTORES
+        knows(s_, i_);
+#endif
 #ifdef LIVENESS
         dup[s_] = dup[s_] | BIT(i_)
 #endif
@@ -338,6 +380,9 @@ inline judge(k_, s_, i_) {
         :: len(flight[k_]) < FLIGHT ->
 #endif
            printf("%c.admit(%d,s%d)\n", LETTER(k_), i_, s_ + 1);
+#ifdef RESTORES
+           must(newest[p] == 0 || newest[p] == s_ + 1, "BROKEN: fencing: a session of another history is taken for the newest\n");
+#endif
 #ifndef BUG_PUSHED_AFTER_THE_WRITE
            side[k_].pushed[p] = MAX(side[k_].pushed[p], i_);
 #endif
@@ -420,7 +465,16 @@ proctype Writer(byte k) {
           merge(k, j);
           side[k].confirmed = j + 1;
           if
-          :: log[j].kind == MESSAGE -> tell(log[j].name, log[j].id, "BROKEN: receipt: the log does not hold the message\n")
+          :: log[j].kind == MESSAGE ->
+             tell(log[j].name, log[j].id, "BROKEN: receipt: the log does not hold the message\n");
+#ifdef RESTORES
+             for (n : 0 .. SESSIONS - 1) {
+               if
+               :: NAME(n) == log[j].name && session[n].epoch == log[j].epoch -> knows(n, log[j].id)
+               :: else
+               fi
+             }
+#endif
           :: else
           fi
        fi
@@ -440,7 +494,7 @@ inline mark(k_) {
 
 inline serve(k_) {
   fail_in_flight(k_);
-  side[k_].mode = SERVING; side[k_].opens = 0;
+  side[k_].mode = SERVING; side[k_].opens = FIRST_OPEN;
   printf("%c.serve(%d)\n", LETTER(k_), side[k_].persisted[0]);
   for (n : 0 .. NAMES - 1) {
     must(side[k_].persisted[n] >= told[n] || owner != k_ || owner_term != side[k_].term,
@@ -535,8 +589,14 @@ proctype Owner(byte k) {
        :: else -> j--
        od;
        t = j;
+#ifdef RESTORES
+       is_cut = (messages < side[k].index); /* the snapshot covers messages that the log does not hold */
+#endif
        replay(k, t + 1);
        if
+#if defined(RESTORES) && !defined(BUG_SNAPSHOT_AFTER_THE_LOGS_END)
+       :: is_cut -> printf("%c.damaged\n", LETTER(k)); side[k].mode = DAMAGED
+#endif
 #ifndef BUG_MARKER_WITHOUT_A_HIGHER_TERM
        :: log[t].is_void -> printf("%c.outbid\n", LETTER(k)); side[k].mode = STANDBY
        :: else -> serve(k)
@@ -623,20 +683,36 @@ proctype Owner(byte k) {
   od
 }
 
+#include "readers.pml"
+
 init {
   byte k, s, i;
   atomic {
     /* By symmetry, sidecar 0 is the first owner, and session 0 the first session. */
     mark(0);
+#ifdef RESTORES
+    replay(0, 1);
+    side[0].mode = SERVING;
+#else
     land(0, 1, SESSION, 0, 0, OPENS);
     replay(0, 2);
     side[0].mode = SERVING; side[0].opens = 1;
     session[0].mode = PUBLISHING; session[0].epoch = OPENS; answered[0] = OPENS;
+#endif
     for (k : 0 .. SIDECARS - 1) { run Owner(k); run Writer(k) }
     for (s : 0 .. SESSIONS - 1) {
       run Producer(s);
+#ifdef RESTORES
+      run Client(s);
+#endif
       for (i : 1 .. MESSAGES) { run Message(s, i) }
     }
+#ifdef RESTORES
+    for (i : 1 .. LOG - 1) { run Operator(i) }
+#endif
+#ifdef READERS
+    run Reader();
+#endif
     k = 0; s = 0; i = 0
   }
 }
