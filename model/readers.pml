@@ -120,19 +120,23 @@ byte seen[NAMES * MESSAGES + 1];
 #else
 #define OWNERSHIP(place) ((log[place].history * 8 + log[place].term) * 2 + log[place].who)
 #endif
+#define OWN(k) ((restores * 8 + side[k].term) * 2 + k)
 #define IS_LOST restores
 #else
 #define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
+#define OWN(k) (side[k].term * 2 + k)
 #define IS_LOST false
 #endif
 
-/* A sidecar that serves is excused: another sidecar may have shown a message that this one has not confirmed yet. With
- * STRICT, only a former owner is excused. */
-#ifdef STRICT
-#define IS_EXCUSED(k) (side[k].mode == SERVING && (owner != k || owner_term != side[k].term))
+/* An owner may not know yet that an entry of its own is stored. Another sidecar may already have shown the message. */
+#ifdef BUG_REFUSES_ITS_OWN_MESSAGE
+#define MAY_BE_STORED(k) false
 #else
-#define IS_EXCUSED(k) (side[k].mode == SERVING)
+#define MAY_BE_STORED(k) (position_ownership == OWN(k))
 #endif
+
+/* A former owner is excused: it does not know that there is another owner, whose messages it has not read. */
+#define IS_EXCUSED(k) (side[k].mode == SERVING && (owner != k || owner_term != side[k].term))
 
 inline refuse_position(k_) {
   must(IS_LOST || IS_EXCUSED(k_), "BROKEN: reader: a position is refused, and nothing is lost\n");
@@ -166,7 +170,7 @@ inline read_on(k_) {
 #ifdef BUG_ANY_SIDECAR_SAYS_WHERE_THE_TOPIC_ENDS
      :: true -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position(k_)
 #else
-     :: side[k_].mode == SERVING -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position(k_)
+     :: side[k_].mode == SERVING && !MAY_BE_STORED(k_) -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position(k_)
      :: else
 #endif
      fi

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from seqdedupe.core.rule import PERSISTED
-from seqdedupe.errors import OutcomeUnknownError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import OutcomeUnknownError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
@@ -22,7 +22,7 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.readers import check_index, end_index, read_on
+from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
 from seqdedupe.topic.topic import Topic, state_again
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
@@ -157,6 +157,26 @@ async def test_who_does_not_own_a_topic_says_who_does_and_serves_what_is_certain
         pass
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
         await anext(pages)
+
+
+async def test_an_owner_does_not_refuse_the_position_of_a_message_that_it_does_not_know_to_be_stored(
+    standbys: Two,
+) -> None:
+    """A standby, which reads the log, has already shown it."""
+    publishing = await standbys.with_frames_in_flight()
+    one, other = standbys.one.topic, standbys.other.topic
+    standbys.one.log.store(2)
+    await until(lambda: other.readable_index == one.confirmed_index + 2 * FRAME_ROWS)
+    position = await other.position_before(other.readable_index)
+    with pytest.raises(UnavailableError, match="RECOVERING"):
+        await index_after(one, position)
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        await index_after(one, position._replace(ownership=position.ownership + 1))
+    standbys.one.log.report()
+    assert await index_after(one, position) == other.readable_index
+    standbys.one.log.automatic = True
+    standbys.one.log.settle()
+    await publishing
 
 
 async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(two: Two) -> None:
