@@ -80,9 +80,10 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
     """Return the index at which to continue reading after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
-    message, or if this sidecar has appended the position's message and does not know yet whether it is stored. Raises POSITION_DIVERGED if the log has a different message at this position, or a message of another
-    history. The history is not checked if the position does not state it, or if its message is trimmed or damaged. A
-    damaged message raises LOG_DAMAGED unless `skip_damaged`.
+    message, or if this sidecar has appended the position's message and does not know yet whether it is stored. Raises
+    POSITION_DIVERGED if the log has a different message at this position, or a message of another history. The history
+    is not checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
+    LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -97,7 +98,9 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
     if position.index >= topic.readable_index and position.index >= (end := end_index(topic)):
         if position.ownership and position.ownership == topic.ownership:
             # A standby that reads the log may know of the message earlier than the owner that has written it.
-            raise error("RECOVERING", f"the outcome of the message at {position} in topic {topic.name} is not known yet")
+            raise error(
+                "RECOVERING", f"whether topic {topic.name} has stored the message at {position} is not known yet"
+            )
         raise error(
             "POSITION_AFTER_END",
             f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
