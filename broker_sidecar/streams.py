@@ -309,15 +309,18 @@ class Streams:
         *,
         publishes: bool = False,
         is_call: bool = False,
+        error_numbers: Mapping[str, str] = {},
     ) -> Callable[[Any, Context], Awaitable[None]]:
         """Return the handler of a streaming call. The handler calls `serve` with the request or requests, the context
         and the stream.
 
-        The stream counts towards the limits, unless the call has only one answer (`is_call`).
+        The stream counts towards the limits, unless the call has only one answer (`is_call`). `error_numbers` are the
+        stream's first `Stream.error_numbers`.
         """
 
         async def handle(request: Any, context: Context) -> None:
             stream = Stream(context, self.budget if publishes else self.reading, caller(), self.shares)
+            stream.error_numbers = error_numbers
             try:
                 with self._answered(stream) if is_call else self.serving(stream):
                     await stream.begin()

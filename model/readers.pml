@@ -120,19 +120,17 @@ byte seen[NAMES * MESSAGES + 1];
 #else
 #define OWNERSHIP(place) ((log[place].history * 8 + log[place].term) * 2 + log[place].who)
 #endif
-#define OWN(k) ((restores * 8 + side[k].term) * 2 + k)
 #define IS_LOST restores
 #else
 #define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
-#define OWN(k) (side[k].term * 2 + k)
 #define IS_LOST false
 #endif
 
-/* An owner may not know yet that an entry of its own is stored. Another sidecar may already have shown the message. */
-#ifdef BUG_REFUSES_ITS_OWN_MESSAGE
+/* What an owner has in flight may be stored. Another sidecar may already have shown the message. */
+#ifdef BUG_REFUSES_BEFORE_APPENDS_SETTLE
 #define MAY_BE_STORED(k) false
 #else
-#define MAY_BE_STORED(k) (position_ownership == OWN(k))
+#define MAY_BE_STORED(k) (receipts[k] > 0 || len(flight[k]) > 0)
 #endif
 
 /* A former owner is excused: it does not know that there is another owner, whose messages it has not read. */

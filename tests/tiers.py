@@ -345,7 +345,7 @@ class Service(NamedTuple):
     def missing(self) -> NoReturn:
         """Skip the test, or fail it if TEST_<NAME> is `required`. The summary has one line for each service."""
         reason = f"no {self.name} ({self.cure})"
-        if os.environ.get(f"TEST_{self.name.upper()}") == "required":
+        if os.environ.get(f"TEST_{self.name.upper().replace(' ', '_')}") == "required":
             pytest.fail(reason)
         pytest.skip(reason)
 

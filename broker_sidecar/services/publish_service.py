@@ -299,14 +299,15 @@ class _FrameStream:
                 self.unsent.append(encoded)
             self.stream.share.give_back(size - len(encoded))
 
+        # Before the log has the frame, which it may have even if this raises.
+        self.stream.error_numbers = _NO_NUMBERS
         try:
             self.topic.admit(batch, frame, reply, self.cache, when_durable=self._when_durable, looked_up=looked_up)
         except Exception:
-            # Nothing of the frame was admitted, and no answer will come.
+            # No answer will come.
             self.stream.frames_in_flight -= 1
             self.stream.share.give_back(size)
             raise
-        self.stream.error_numbers = _NO_NUMBERS
 
     def _encoded(self, answer: FrameReceipt | Refusal) -> bytes:
         try:
@@ -388,7 +389,7 @@ class PublishService:
             "Open": unary(publish_pb2.OpenRequest, self.open),
             "Publish": grpc.unary_unary_rpc_method_handler(self._publish),
             "PublishStream": grpc.stream_stream_rpc_method_handler(
-                self._streams.handler(self._publish_stream, publishes=True)
+                self._streams.handler(self._publish_stream, publishes=True, error_numbers=_NO_FRAMES)
             ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
@@ -510,7 +511,6 @@ class PublishService:
             self._permissions.check_publishes_unnamed(topic.name)
 
     async def _publish_stream(self, _requests: object, context: Context, stream: Stream) -> None:
-        stream.error_numbers = _NO_FRAMES
         if any(key == wire.GREETING for key, _ in context.invocation_metadata() or ()):
             await stream.write(b"")
         first = await stream.read_first()

@@ -61,7 +61,7 @@ async def _start(topic: Topic, start: read_pb2.ReadStart, *, skip_damaged: bool)
             return end_index(topic)
         case _:
             return topic.log.first_index
-    check_index(topic, index)
+    await check_index(topic, index)
     return index
 
 
@@ -193,7 +193,7 @@ class ReadService:
                 budget = request.byte_budget
                 if budget.bytes <= 0:
                     raise error("INVALID_REQUEST", f"byte_budget.bytes is {budget.bytes}: it should be above 0")
-                check_index(topic, budget.from_index)
+                await check_index(topic, budget.from_index)
                 index = end
                 if budget.from_index < end:
                     index = await topic.log.locate_bytes(budget.from_index, budget.bytes, end)

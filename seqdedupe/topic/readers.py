@@ -76,14 +76,24 @@ def end_index(topic: TopicBase) -> int:
     return topic.confirmed_index
 
 
+async def settled_end(topic: Topic) -> int:
+    """Return `end_index` when all that is in flight now has settled.
+
+    Only then are later messages certainly not stored. A standby that reads the log may know of a message, and show it,
+    earlier than the owner that has appended it. Raises the errors of `end_index`.
+    """
+    end_index(topic)
+    await topic.flight.all_of_now()
+    return end_index(topic)
+
+
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
     """Return the index at which to continue reading after a position.
 
     Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
-    message, or if this sidecar has appended the position's message and does not know yet whether it is stored. Raises
-    POSITION_DIVERGED if the log has a different message at this position, or a message of another history. The history
-    is not checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
-    LOG_DAMAGED unless `skip_damaged`.
+    message. Raises POSITION_DIVERGED if the log has a different message at this position, or a message of another
+    history. The history is not checked if the position does not state it, or if its message is trimmed or damaged. A
+    damaged message raises LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -95,12 +105,7 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
         )
     if not position.is_whole():
         raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
-    if position.index >= topic.readable_index and position.index >= (end := end_index(topic)):
-        if position.ownership and position.ownership == topic.ownership:
-            # A standby that reads the log may know of the message earlier than the owner that has written it.
-            raise error(
-                "RECOVERING", f"whether topic {topic.name} has stored the message at {position} is not known yet"
-            )
+    if position.index >= topic.readable_index and position.index >= (end := await settled_end(topic)):
         raise error(
             "POSITION_AFTER_END",
             f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
@@ -141,7 +146,7 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
         )
 
 
-def check_index(topic: Topic, index: int) -> None:
+async def check_index(topic: Topic, index: int) -> None:
     """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END or RECOVERING if reading cannot start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
@@ -151,7 +156,7 @@ def check_index(topic: Topic, index: int) -> None:
             f"topic {topic.name} begins with index {topic.log.first_index} by now, {index} is gone",
             first_index=topic.log.first_index,
         )
-    if index > topic.readable_index and index > (end := end_index(topic)):
+    if index > topic.readable_index and index > (end := await settled_end(topic)):
         raise error(
             "POSITION_AFTER_END",
             f"index {index} is after the end of topic {topic.name}, whose next message gets index {end}",

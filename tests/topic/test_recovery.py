@@ -124,11 +124,11 @@ async def test_nobody_says_where_a_topic_ends_before_it_has_read_up_to_its_own_m
     await asyncio.sleep(0)
     good, last = [Position(INCARNATION, storage.message_id(index), index) for index in (4, 3)]
     assert await index_after(topic, last) == 4
-    check_index(topic, 4)
+    await check_index(topic, 4)
     recovering(lambda: end_index(topic))
-    recovering(lambda: check_index(topic, 5))
-    with pytest.raises(UnavailableError, match="RECOVERING"):
-        await index_after(topic, good)
+    for asked in (check_index(topic, 5), index_after(topic, good)):
+        with pytest.raises(UnavailableError, match="RECOVERING"):
+            await asked
     with pytest.raises(UnavailableError):
         await topic.keeper.snapshot()
     # A follower waits where what is certain ends.
@@ -143,7 +143,7 @@ async def test_nobody_says_where_a_topic_ends_before_it_has_read_up_to_its_own_m
     assert end_index(topic) == 5
     assert await index_after(topic, good) == 5
     with pytest.raises(PositionError, match="POSITION_AFTER_END"):
-        check_index(topic, 6)
+        await check_index(topic, 6)
     await topic.close("")
 
 
@@ -158,11 +158,15 @@ async def test_a_running_topic_that_settles_is_read_as_ever(store: Store) -> Non
     await asyncio.sleep(0)
     assert topic.state is State.RECOVERING
     assert end_index(topic) == 1
-    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
-        check_index(topic, 2)
+    asked = [asyncio.ensure_future(check_index(topic, index)) for index in (2, 3)]
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in asked)
     log.opening_allowed.set()
     await until(lambda: topic.state is State.SERVING)
     assert end_index(topic) == 2
+    await asked[0]
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        await asked[1]
     await topic.close("")
 
 
@@ -352,7 +356,7 @@ async def test_damage_is_looked_at_twice(store: Store, times: int) -> None:
                 call()
         with pytest.raises(DamagedError):
             await waiting
-        check_index(topic, 3)
+        await check_index(topic, 3)
     await topic.close("")
 
 

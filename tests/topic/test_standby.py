@@ -147,7 +147,8 @@ async def test_who_does_not_own_a_topic_says_who_does_and_serves_what_is_certain
     assert topic.state is State.STANDBY
     not_owner(topic.check_serving, "one:6680")
     not_owner(lambda: end_index(topic), "one:6680")
-    not_owner(lambda: check_index(topic, 21), "one:6680")
+    with pytest.raises(UnavailableError, match="NOT_OWNER"):
+        await check_index(topic, 21)
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
         await message_state(topic, "p", 3)
     with pytest.raises(UnavailableError, match="NOT_OWNER"):
@@ -168,14 +169,19 @@ async def test_an_owner_does_not_refuse_the_position_of_a_message_that_it_does_n
     standbys.one.log.store(2)
     await until(lambda: other.readable_index == one.confirmed_index + 2 * FRAME_ROWS)
     position = await other.position_before(other.readable_index)
-    with pytest.raises(UnavailableError, match="RECOVERING"):
-        await index_after(one, position)
-    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
-        await index_after(one, position._replace(ownership=position.ownership + 1))
-    standbys.one.log.report()
-    assert await index_after(one, position) == other.readable_index
+    asked = [
+        asyncio.ensure_future(index_after(one, position)),
+        asyncio.ensure_future(index_after(one, position._replace(ownership=0, message_id=None))),
+        asyncio.ensure_future(check_index(one, position.index + 1)),
+    ]
+    beyond = asyncio.ensure_future(check_index(one, 2000))
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in (*asked, beyond))
     standbys.one.log.automatic = True
     standbys.one.log.settle()
+    assert await asyncio.gather(*asked) == [position.index + 1, position.index + 1, None]
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        await beyond
     await publishing
 
 
