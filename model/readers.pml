@@ -114,15 +114,14 @@ bit is_refused;  /* it was told that its position is not in the log */
 byte seen[NAMES * MESSAGES + 1];
 
 #define MESSAGE_AT(place) (log[place].name * 4 + log[place].id)
-#ifdef RESTORES
-#ifdef BUG_OWNERSHIP_IS_THE_TERM
-#define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
-#else
+#if defined(RESTORES) && !defined(BUG_OWNERSHIP_IS_THE_TERM)
 #define OWNERSHIP(place) ((log[place].history * 8 + log[place].term) * 2 + log[place].who)
+#else
+#define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
 #endif
+#ifdef RESTORES
 #define IS_LOST restores
 #else
-#define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
 #define IS_LOST false
 #endif
 

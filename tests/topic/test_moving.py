@@ -56,7 +56,8 @@ async def test_a_topic_that_is_moved_under_load_to_and_fro_holds_each_message_on
         owner.log.automatic = True
         owner.log.settle()
         await moving
-        not_owner(owner.topic.check_serving, other.log.address)
+        with not_owner(other.log.address):
+            owner.topic.check_serving()
         assert not len(owner.topic.flight)
         assert owner.topic.keeper.snapshot_index > before
         await taken_by(other)
