@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import pytest
 
+from pulsar_broker.quick import COMPILER
 from tests.tiers import GO, JDK, ROOT, Service
 
-_BRIEF_JAVA = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC")
+_BRIEF_JAVA = (COMPILER, "-XX:+UseSerialGC")
 """For JVMs that live for seconds: with them Maven needs half the time of a processor."""
 
 
