@@ -636,21 +636,22 @@ proctype Owner(byte k) {
        printf("%c.state(%d)\n", LETTER(k), side[k].persisted[0]);
        append(k, STATEMENT, 0, side[k].persisted[0], side[k].durable[0])
      }
-  :: d_step { /* drop what the snapshot covers, if a later confirmed entry states what is in force */
+  :: d_step { /* drop what the snapshot covers, if later confirmed entries state what is in force */
        side[k].mode == SERVING && store[k].place + AHEAD > first && store[k].place + AHEAD <= side[k].confirmed ->
        t = store[k].place + AHEAD;
        is_stated = 0;
        for (j : t .. side[k].confirmed - 1) {
          if
-         :: !log[j].is_void && log[j].id == side[k].persisted[0] && log[j].epoch == side[k].durable[0] -> is_stated = 1
+         :: !log[j].is_void ->
+            is_stated = is_stated | (log[j].id == side[k].persisted[0]) | (log[j].epoch == side[k].durable[0]) << 1
          :: else
          fi
        };
 #ifdef BUG_RETENTION_WITHOUT_STATEMENTS
-       is_stated = 1;
+       is_stated = 3;
 #endif
        if
-       :: is_stated ->
+       :: is_stated == 3 ->
           printf("%c.drop(place%d)\n", LETTER(k), t);
           for (j : first .. t - 1) {
             log[j].kind = 0; log[j].term = 0; log[j].who = 0; log[j].is_void = 0;

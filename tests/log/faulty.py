@@ -266,7 +266,9 @@ class FaultyLog:
         """Another owner opens the topic with this term. For what is in flight, the oldest `lands` stand before
         its marker, the others nowhere; the outcome is unknown to this log."""
         self._shut_out(lands, report)
-        self.storage.add_marker(term, OTHER_OWNERS_TOKEN)
+        # Each marker has its own token.
+        number = self.storage.bytes_ever.to_bytes(4, "big")
+        self.storage.add_marker(term, OTHER_OWNERS_TOKEN[:-4] + number)
 
     def lose_place(self, lands: int | None = 0, *, report: bool = True) -> None:
         """Nobody owns the topic. For what is in flight, the oldest `lands` are stored, the others nowhere; the outcome
