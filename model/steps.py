@@ -222,7 +222,9 @@ class Protocol:
         side.durable[name] = max(side.durable[name], entry.epoch)
         side.epoch[name] = max(side.epoch[name], side.durable[name])
 
-    def _replay(self, k: int, end: int) -> None:
+    def replay(self, k: int, end: int) -> None:
+        """Read from the last merged entry up to this place, and merge what is valid. In the model, this is a part of
+        other steps."""
         side = self.sides[k]
         for at in range(side.confirmed, end):
             entry = self._entry(at)
@@ -333,7 +335,7 @@ class Protocol:
         at = len(self.log) - 1
         while (entry := self.log[at]) is None or (entry.kind, entry.who, entry.term) != (Kind.MARKER, k, side.term):
             at -= 1
-        self._replay(k, at + 1)
+        self.replay(k, at + 1)
         if entry.is_void:
             side.mode = Mode.STANDBY
             return False

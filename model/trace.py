@@ -142,13 +142,12 @@ class Follower:
         """Of each record in the log, the place after it."""
         self._dropped = 0
         nothing = (0,) * names
-        self._states: dict[int, list[Snapshot]] = {0: [Snapshot(0, 0, 0, nothing, nothing)]}
-        """By index, the snapshots that the model could have taken."""
-        self._read_up_to = 0
+        self._prefixes = [Snapshot(0, 0, 0, nothing, nothing)]
+        """By place, what is known of the log before it. A snapshot is one of these."""
         self._reader = Protocol(names, 1)
         self._reader.sides[_SIDECAR].mode = Mode.SERVING
         self._reader.held = self._model.held
-        """It only reads: to know what a snapshot in the middle of a recovery has."""
+        """It only reads, entry by entry, as a recovery does."""
 
     def follow(self, event: Event) -> None:
         """Take the steps of an event. Raises NotInTheModel."""
@@ -193,14 +192,21 @@ class Follower:
             case Dropped(records):
                 self._drop(records)
             case Opened(name, epoch, persisted):
-                # During a recovery, the answer comes as soon as the session's record was read.
-                opens = self._model if self._side.mode is Mode.SERVING else self._reader
-                if (base := opens.opened(_SIDECAR, name, epoch)) != persisted:
-                    raise Impossible(f"persisted is {base}")
-                self._model.answered[name] = max(self._model.answered[name], epoch)
+                if self._side.mode is Mode.SERVING:
+                    if (base := self._model.opened(_SIDECAR, name, epoch)) != persisted:
+                        raise Impossible(f"persisted is {base}")
+                elif not any(self._may_answer(snapshot, name, epoch, persisted) for snapshot in self._prefixes):
+                    raise Impossible("nothing of what is read has this")
+                else:
+                    self._model.answered[name] = max(self._model.answered[name], epoch)
             case Fenced(name, epoch):
                 if self._side.epoch[name] <= epoch:
                     raise Impossible(f"the epoch in force is {self._side.epoch[name]}")
+
+    def _may_answer(self, snapshot: Snapshot, name: int, epoch: int, persisted: int) -> bool:
+        """Whether an Open may be answered so in a recovery that has read up to there: its session is durable."""
+        is_read = snapshot.place >= self._side.confirmed
+        return is_read and snapshot.durable[name] >= epoch and snapshot.persisted[name] == persisted
 
     def _frame(self, event: Frame) -> None:
         side = self._side
@@ -309,8 +315,8 @@ class Follower:
         side, names = self._side, range(len(self._model.told))
         persisted = tuple(numbers.get(name, (0, 0))[0] for name in names)
         durable = tuple(numbers.get(name, (0, 0))[1] for name in names)
-        for snapshot in reversed(self._states.get(index, [])):
-            if snapshot[3:] == (persisted, durable) and snapshot.place >= self._model.first:
+        for snapshot in reversed(self._prefixes):
+            if snapshot[2:] == (index, persisted, durable) and snapshot.place >= self._model.first:
                 side.store = snapshot
                 self._model.kill(_SIDECAR)
                 break
@@ -336,11 +342,7 @@ class Follower:
         self._model.first = place
 
     def _read_on(self) -> None:
-        """Note which snapshot is possible after each entry."""
-        reader = self._reader
-        reader.log = self._model.log
-        while self._read_up_to < len(self._model.log):
-            self._read_up_to += 1
-            reader._replay(0, self._read_up_to)
-            snapshot = reader.snapshot(0)
-            self._states.setdefault(snapshot.next_index, []).append(snapshot)
+        self._reader.log = self._model.log
+        while len(self._prefixes) <= len(self._model.log):
+            self._reader.replay(0, len(self._prefixes))
+            self._prefixes.append(self._reader.snapshot(0))

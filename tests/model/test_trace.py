@@ -17,6 +17,7 @@ from model.trace import (
     Frame,
     Killed,
     Landed,
+    Left,
     Marked,
     NotInTheModel,
     Numbers,
@@ -117,8 +118,10 @@ def open_answered_before_its_record_is_durable(events: list[Event], at: int) -> 
 
 
 def open_answers_less(events: list[Event], at: int) -> list[Event] | None:
+    """Not during a recovery, in which Open may answer what has been read."""
     event = events[at]
-    if not isinstance(event, Opened) or not event.persisted:
+    states = [one for one in events[:at] if isinstance(one, Served | Left | Killed)]
+    if not isinstance(event, Opened) or not event.persisted or not isinstance(states[-1], Served):
         return None
     return _with(events, at, event._replace(persisted=event.persisted - 1))
 
