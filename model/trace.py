@@ -8,7 +8,7 @@ An append has several entries, which land, are lost and are confirmed together. 
 trace: a snapshot that is loaded must be one that the model could have taken.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from model.steps import BrokenPromise, Impossible, Kind, Mode, Protocol, Snapshot
@@ -195,18 +195,18 @@ class Follower:
                 if self._side.mode is Mode.SERVING:
                     if (base := self._model.opened(_SIDECAR, name, epoch)) != persisted:
                         raise Impossible(f"persisted is {base}")
-                elif not any(self._may_answer(snapshot, name, epoch, persisted) for snapshot in self._prefixes):
+                elif not any(one.durable[name] >= epoch and one.persisted[name] == persisted for one in self._read()):
                     raise Impossible("nothing of what is read has this")
                 else:
                     self._model.answered[name] = max(self._model.answered[name], epoch)
             case Fenced(name, epoch):
-                if self._side.epoch[name] <= epoch:
+                if self._side.epoch[name] <= epoch and not any(one.durable[name] > epoch for one in self._read()):
                     raise Impossible(f"the epoch in force is {self._side.epoch[name]}")
 
-    def _may_answer(self, snapshot: Snapshot, name: int, epoch: int, persisted: int) -> bool:
-        """Whether an Open may be answered so in a recovery that has read up to there: its session is durable."""
-        is_read = snapshot.place >= self._side.confirmed
-        return is_read and snapshot.durable[name] >= epoch and snapshot.persisted[name] == persisted
+    def _read(self) -> Iterator[Snapshot]:
+        """Yield what a recovery may have read by now. Open is answered as soon as its record was read."""
+        if self._side.mode is not Mode.SERVING:
+            yield from (one for one in self._prefixes if one.place >= self._side.confirmed)
 
     def _frame(self, event: Frame) -> None:
         side = self._side
