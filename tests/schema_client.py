@@ -70,7 +70,7 @@ class SchemaClient:
     def __init__(self, address: str, topic: str, name: str, timeout_seconds: float = 900.0) -> None:
         self.address, self.topic, self.name, self.timeout_seconds = address, topic, name, timeout_seconds
         self.epochs: list[int] = []  # of the session; empty before the first Open
-        self.incarnation = self.term = 0
+        self.incarnation = self.term = self.durable_index = 0
         self.persisted = -1  # the highest sequence ID that is known to be in the log
         self.dups = 0
         self.waiting: dict[int, Message] = {}  # those without a receipt, by ID, in order
@@ -124,12 +124,13 @@ class SchemaClient:
         persisted = answer.persisted[0]
         if self.epochs:
             is_older = answer.incarnation != self.incarnation or answer.term < self.term
-            if is_older or persisted < self.persisted:
+            is_shorter = answer.HasField("durable_index") and answer.durable_index < self.durable_index
+            if is_older or is_shorter or persisted < self.persisted:
                 raise FinalError("DATA_LOSS", "acknowledged data is gone")
             if persisted > max([self.persisted, *self._known[-1:]]) and not answer.forgotten:
                 raise FinalError("FENCED", "another process has published under this name")
         self.epochs, self.incarnation, self.term = list(answer.epochs), answer.incarnation, answer.term
-        self.persisted = persisted
+        self.persisted, self.durable_index = persisted, max(self.durable_index, answer.durable_index)
         self._knows(persisted)
 
     def _knows(self, one: int) -> None:
@@ -192,6 +193,7 @@ class SchemaClient:
         if answer.incarnation != self.incarnation:
             raise FinalError("DATA_LOSS", "the topic was created again")
         self.term, again_ms = answer.term, -1
+        self.durable_index = max(self.durable_index, answer.durable_index)
         for receipt in answer.receipts:
             ids = frames.pop(receipt.frame, [])
             verdicts = receipt.verdicts or [NOT_DUP] * len(ids)

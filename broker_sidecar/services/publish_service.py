@@ -575,6 +575,7 @@ async def _opened_to_proto(topic: Topic, opened: OpenAnswer) -> publish_pb2.Open
         persisted=opened.persisted,
         persisted_indexes=opened.indexes,
         forgotten=opened.forgotten,
+        durable_index=topic.confirmed_index,
     )
     for k, (place, e) in enumerate(sorted(opened.refusals.items())):
         if k % NAMES_A_STEP == NAMES_A_STEP - 1:

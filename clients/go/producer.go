@@ -577,7 +577,7 @@ func (p *Producer) take(s *seat, answer *pb.PublishStreamResponse, receipts []*p
 	if answer.Term < q.term {
 		return p.route.formerOwner(answer.Term, q.term)
 	}
-	q.term = answer.Term
+	q.term, q.durableIndex = answer.Term, max(q.durableIndex, answer.DurableIndex)
 	waiting := q.waiting
 	for _, r := range receipts {
 		if e := q.receipt(r); e != nil {

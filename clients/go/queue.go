@@ -34,6 +34,7 @@ type queue struct {
 	isOpen         bool
 	incarnation    int64
 	term           int64 // the highest of any answer
+	durableIndex   int64 // the highest of any answer: below it, the topic's log is durable
 	epoch          int64
 	opened         int64 // the persisted ID in the last answer to Open
 	lastQueued     int64
@@ -92,22 +93,29 @@ func (q *queue) open(answer *pb.OpenResponse) *Error {
 		}
 	}
 	if q.isOpen {
-		if e := q.checkResumed(answer.Incarnation, answer.Term, persisted); e != nil {
+		if e := q.checkResumed(answer, persisted); e != nil {
 			return e
 		}
 	}
+	q.durableIndex = max(q.durableIndex, answer.GetDurableIndex())
 	q.isOpen, q.incarnation, q.term, q.epoch, q.opened = true, answer.Incarnation, answer.Term, epoch, persisted
 	clear(q.unanswered)
 	q.rewind()
 	return nil
 }
 
-func (q *queue) checkResumed(incarnation, term, persisted int64) *Error {
-	floor := max(q.opened, q.highestReceipt)
-	if incarnation != q.incarnation || term < q.term || persisted < floor {
+func (q *queue) checkResumed(answer *pb.OpenResponse, persisted int64) *Error {
+	floor, durable := max(q.opened, q.highestReceipt), q.durableIndex
+	if answer.DurableIndex != nil { // earlier versions omit it
+		durable = *answer.DurableIndex
+	}
+	// If the topic has forgotten the name, only the durable index shows that messages with receipts are gone.
+	isOlder := answer.Term < q.term || persisted < floor || durable < q.durableIndex
+	if answer.Incarnation != q.incarnation || isOlder {
 		return errorf("DATA_LOSS", "the sidecar answers with an older state than before, or with the state of another topic: "+
-			"persisted sequence ID %d (at least %d before), term %d (%d before), incarnation %d (%d before)",
-			persisted, floor, term, q.term, incarnation, q.incarnation)
+			"persisted sequence ID %d (at least %d before), term %d (%d before), incarnation %d (%d before), "+
+			"durable index %d (%d before)",
+			persisted, floor, answer.Term, q.term, answer.Incarnation, q.incarnation, durable, q.durableIndex)
 	}
 	if sent := max(q.opened, q.highestSent); persisted > sent {
 		return errorf("FENCED", "another process has published under this name: sequence ID %d is persisted, "+

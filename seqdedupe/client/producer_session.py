@@ -344,9 +344,15 @@ class Session:
             raise
         # If the whole history was replaced, `SendQueue.open` decides which messages are lost.
         self._route.check_term(opened.term, self.queue.term)
-        is_forgotten = opened.is_forgotten
         had_receipts = [entry for entry in self.queue.entries if entry.has_receipts]
-        if self.queue.open(opened.incarnation, opened.term, opened.epoch, opened.persisted, is_forgotten=is_forgotten):
+        if self.queue.open(
+            opened.incarnation,
+            opened.term,
+            opened.epoch,
+            opened.persisted,
+            is_forgotten=opened.is_forgotten,
+            durable_index=opened.durable_index,
+        ):
             logger.warning(
                 "topic %s has forgotten producer %r, which was idle for longer than its policy allows: what is sent "
                 "again counts as new, even if it is stored",

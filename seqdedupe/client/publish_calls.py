@@ -255,6 +255,8 @@ class OpenedSession(NamedTuple):
     """The position of the message with the ID `persisted`. None if the position is unknown, or if there is no
     message."""
     is_forgotten: bool
+    durable_index: int | None
+    """The topic's log is durable below this index. None: a sidecar of an earlier version has not sent the index."""
 
 
 class _Waiting:
@@ -386,4 +388,5 @@ def _opened(answer: publish_pb2.OpenResponse, place: int) -> OpenedSession:
         answer.persisted[place],
         position,
         place in answer.forgotten,
+        answer.durable_index if answer.HasField("durable_index") else None,
     )

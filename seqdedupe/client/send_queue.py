@@ -62,7 +62,7 @@ class SendQueue:
         self.without_receipt = 0
         """The number of batches that wait for a receipt."""
         self._not_durable = 0  # the number of batches with receipts that are not durable yet
-        self._durable_index = 0  # the last durable index that the stream reported
+        self._durable_index = 0  # the highest durable index in an answer
         self._entries: deque[PendingBatch] = deque()
         self._out = 0  # the number of entries from the left sent since the last rewind
         self._unanswered: dict[int, PendingBatch] = {}  # by frame
@@ -140,9 +140,18 @@ class SendQueue:
         self.size_bytes += pending.size_bytes
         self.without_receipt += 1
 
-    def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
+    def open(
+        self,
+        incarnation: int,
+        term: int,
+        epoch: int,
+        persisted: int,
+        *,
+        is_forgotten: bool = False,
+        durable_index: int | None = None,
+    ) -> bool:
         """Handle an answer to Open, which started or resumed the session. Frames of the old stream are no longer in
-        flight.
+        flight. `durable_index` is None if the sidecar has not sent it.
 
         Return whether the topic once had messages of this producer and has forgotten them by the topic's policy
         (`is_forgotten`). Raises FencedError, DataLossError.
@@ -151,11 +160,11 @@ class SendQueue:
         if has_forgotten:
             self._forget_history(persisted)
         if self.counters.connections:
-            self._check_resumed(incarnation, term, persisted)
+            self._check_resumed(incarnation, term, persisted, durable_index)
         self._incarnation, self._term, self._opened = incarnation, term, persisted
         self._epochs = np.array([epoch], np.int64)
         self._unanswered.clear()
-        self._durable_index = 0
+        self._durable_index = durable_index or 0
         self._settle_after_resume(persisted)
         self.rewind()
         self.counters.connections += 1
@@ -188,10 +197,17 @@ class SendQueue:
                 entry.previous_sequence_id = persisted if is_above else self._last_queued
                 self._last_queued = entry.last_sequence_id
 
-    def _check_resumed(self, incarnation: int, term: int, persisted: int) -> None:
+    def _check_resumed(self, incarnation: int, term: int, persisted: int, durable_index: int | None) -> None:
         floor = max(self._opened, self._highest_receipt)
-        if incarnation != self._incarnation or term < self._term or persisted < floor:
-            now_and_before = {"term": (term, self._term), "incarnation": (incarnation, self._incarnation)}
+        # If the topic has forgotten the name, only this index shows that messages with receipts are gone.
+        durable_index = self._durable_index if durable_index is None else durable_index
+        is_shorter = durable_index < self._durable_index
+        if incarnation != self._incarnation or term < self._term or persisted < floor or is_shorter:
+            now_and_before = {
+                "term": (term, self._term),
+                "incarnation": (incarnation, self._incarnation),
+                "durable index": (durable_index, self._durable_index),
+            }
             others = (
                 f", {name} {now} ({before} before)" for name, (now, before) in now_and_before.items() if now != before
             )
@@ -205,6 +221,8 @@ class SendQueue:
                 term_before=self._term,
                 incarnation=incarnation,
                 incarnation_before=self._incarnation,
+                durable_index=durable_index,
+                durable_index_before=self._durable_index,
             )
         if persisted > max(self._opened, self._highest_sent):
             raise error(

@@ -72,7 +72,8 @@ class OutputPublisher:
         self._sidecars = sidecars
         self._route = Route(sidecars, topic)
         self._topic = topic
-        self._incarnation = 0
+        self._incarnation = self._term = 0
+        self._durable_index = 0  # the highest in an answer: below it, everything is durable
         self._has_begun = has_begun
         self._work = asyncio.Event()
         self._backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)
@@ -182,6 +183,8 @@ class OutputPublisher:
     async def _call_open(
         self, channel: grpc.aio.Channel, names: list[str], epochs: list[int]
     ) -> publish_pb2.OpenResponse:
+        # While the call runs, the stream may bring later answers.
+        term, durable_index = self._term, self._durable_index
         try:
             answer = await open_sessions(channel, self._route.address, self._topic, names, epochs)
         except SeqdedupeError as e:
@@ -190,7 +193,16 @@ class OutputPublisher:
             raise
         self._has_begun.set()
         self._answered_at = time.monotonic()
+        is_older = self._route.check_term(answer.term, term)
+        if is_older or (answer.HasField("durable_index") and answer.durable_index < durable_index):
+            why = f"durable index {answer.durable_index} ({durable_index} before), term {answer.term} ({term} before)"
+            raise error("DATA_LOSS", f"the sidecar answers with an older state of {self._topic} than before: {why}")
+        self._heard(answer.term, answer.durable_index)
         return answer
+
+    def _heard(self, term: int, durable_index: int) -> None:
+        if term >= self._term:
+            self._term, self._durable_index = term, max(self._durable_index, durable_index)
 
     # -- the stream --------------------------------------------------------------------------------------------
 
@@ -207,6 +219,7 @@ class OutputPublisher:
 
     def _take(self, answer: StreamAnswer) -> None:
         self._answered_at = time.monotonic()
+        self._heard(answer.term, answer.durable_index)
         for number, receipt in answer.receipts:
             if not self.backlog.receipt(number, receipt.verdicts):
                 self.unknown += 1

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from seqdedupe.v1 import batch_pb2 as seqdedupe_dot_v1_dot_batch__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aseqdedupe/v1/publish.proto\x12\x0cseqdedupe.v1\x1a\x18seqdedupe/v1/batch.proto\"D\n\x0bOpenRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x16\n\x0eproducer_names\x18\x02 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\x10\"\xe7\x01\n\x0cOpenResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x10\x12\x0c\n\x04term\x18\x02 \x01(\x10\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\x10\x12\x11\n\tpersisted\x18\x04 \x03(\x10\x12\x19\n\x11persisted_indexes\x18\x05 \x03(\x10\x12\x36\n\x15persisted_message_ids\x18\x06 \x03(\x0b\x32\x17.seqdedupe.v1.MessageId\x12+\n\x08refusals\x18\x07 \x03(\x0b\x32\x19.seqdedupe.v1.OpenRefusal\x12\x11\n\tforgotten\x18\x08 \x03(\x07\"T\n\x0bOpenRefusal\x12\r\n\x05index\x18\x01 \x01(\x07\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rcurrent_epoch\x18\x04 \x01(\x10\"C\n\x0ePublishRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\"\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x13.seqdedupe.v1.Batch\"\\\n\x0fPublishResponse\x12&\n\x07receipt\x18\x01 \x01(\x0b\x32\x15.seqdedupe.v1.Receipt\x12\x13\n\x0bincarnation\x18\x02 \x01(\x10\x12\x0c\n\x04term\x18\x03 \x01(\x10\"b\n\x14PublishStreamRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12#\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x13.seqdedupe.v1.Frame\x12\x16\n\x0e\x65\x61rly_receipts\x18\x03 \x01(\x08\";\n\x05\x46rame\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\"\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x13.seqdedupe.v1.Batch\"\xa3\x01\n\x15PublishStreamResponse\x12\'\n\x08receipts\x18\x01 \x03(\x0b\x32\x15.seqdedupe.v1.Receipt\x12\'\n\x08refusals\x18\x02 \x03(\x0b\x32\x15.seqdedupe.v1.Refusal\x12\x13\n\x0bincarnation\x18\x03 \x01(\x10\x12\x0c\n\x04term\x18\x04 \x01(\x10\x12\x15\n\rdurable_index\x18\x05 \x01(\x10\"\x8b\x03\n\x07Receipt\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\'\n\x08verdicts\x18\x02 \x03(\x0e\x32\x15.seqdedupe.v1.Verdict\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x10\x12\x31\n\x10\x66irst_message_id\x18\x04 \x01(\x0b\x32\x17.seqdedupe.v1.MessageId\x12\x12\n\nknown_rows\x18\x05 \x03(\x07\x12\x15\n\rknown_indexes\x18\x06 \x03(\x10\x12\x18\n\x10known_ledger_ids\x18\x07 \x03(\x10\x12\x17\n\x0fknown_entry_ids\x18\x08 \x03(\x10\x12\x1b\n\x13known_batch_indexes\x18\t \x03(\x0f\x12\x10\n\x08run_rows\x18\n \x03(\x07\x12\x16\n\x0erun_ledger_ids\x18\x0b \x03(\x10\x12\x15\n\rrun_entry_ids\x18\x0c \x03(\x10\x12\x19\n\x11run_batch_indexes\x18\r \x03(\x0f\x12\x12\n\ndurable_at\x18\x0e \x01(\x10\x12\x15\n\rimported_rows\x18\x0f \x03(\x07\"\x9a\x01\n\x07Refusal\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_delay_ms\x18\x04 \x01(\x03\x12\x30\n\tproducers\x18\x05 \x03(\x0b\x32\x1d.seqdedupe.v1.ProducerRefusal\x12\x15\n\rowner_address\x18\x06 \x01(\t\"\xe0\x01\n\x0fProducerRefusal\x12\x15\n\rproducer_name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x10\x12\x15\n\rcurrent_epoch\x18\x03 \x01(\x10\x12\x13\n\x0bsequence_id\x18\x04 \x01(\x10\x12\x1c\n\x14previous_sequence_id\x18\x05 \x01(\x10\x12\x0e\n\x06pushed\x18\x06 \x01(\x10\x12\x11\n\tpersisted\x18\x07 \x01(\x10\x12!\n\x14\x65xpected_sequence_id\x18\x08 \x01(\x10H\x00\x88\x01\x01\x42\x17\n\x15_expected_sequence_id*]\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERDICT_NOT_DUP\x10\x01\x12\x0f\n\x0bVERDICT_DUP\x10\x02\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x03\x32\xf5\x01\n\x0ePublishService\x12=\n\x04Open\x12\x19.seqdedupe.v1.OpenRequest\x1a\x1a.seqdedupe.v1.OpenResponse\x12\x46\n\x07Publish\x12\x1c.seqdedupe.v1.PublishRequest\x1a\x1d.seqdedupe.v1.PublishResponse\x12\\\n\rPublishStream\x12\".seqdedupe.v1.PublishStreamRequest\x1a#.seqdedupe.v1.PublishStreamResponse(\x01\x30\x01\x42P\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1aseqdedupe/v1/publish.proto\x12\x0cseqdedupe.v1\x1a\x18seqdedupe/v1/batch.proto\"D\n\x0bOpenRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\x16\n\x0eproducer_names\x18\x02 \x03(\t\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\x10\"\x95\x02\n\x0cOpenResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x10\x12\x0c\n\x04term\x18\x02 \x01(\x10\x12\x0e\n\x06\x65pochs\x18\x03 \x03(\x10\x12\x11\n\tpersisted\x18\x04 \x03(\x10\x12\x19\n\x11persisted_indexes\x18\x05 \x03(\x10\x12\x36\n\x15persisted_message_ids\x18\x06 \x03(\x0b\x32\x17.seqdedupe.v1.MessageId\x12+\n\x08refusals\x18\x07 \x03(\x0b\x32\x19.seqdedupe.v1.OpenRefusal\x12\x11\n\tforgotten\x18\x08 \x03(\x07\x12\x1a\n\rdurable_index\x18\t \x01(\x10H\x00\x88\x01\x01\x42\x10\n\x0e_durable_index\"T\n\x0bOpenRefusal\x12\r\n\x05index\x18\x01 \x01(\x07\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x15\n\rcurrent_epoch\x18\x04 \x01(\x10\"C\n\x0ePublishRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12\"\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x13.seqdedupe.v1.Batch\"\\\n\x0fPublishResponse\x12&\n\x07receipt\x18\x01 \x01(\x0b\x32\x15.seqdedupe.v1.Receipt\x12\x13\n\x0bincarnation\x18\x02 \x01(\x10\x12\x0c\n\x04term\x18\x03 \x01(\x10\"b\n\x14PublishStreamRequest\x12\r\n\x05topic\x18\x01 \x01(\t\x12#\n\x06\x66rames\x18\x02 \x03(\x0b\x32\x13.seqdedupe.v1.Frame\x12\x16\n\x0e\x65\x61rly_receipts\x18\x03 \x01(\x08\";\n\x05\x46rame\x12\x0e\n\x06number\x18\x01 \x01(\x06\x12\"\n\x05\x62\x61tch\x18\x0f \x01(\x0b\x32\x13.seqdedupe.v1.Batch\"\xa3\x01\n\x15PublishStreamResponse\x12\'\n\x08receipts\x18\x01 \x03(\x0b\x32\x15.seqdedupe.v1.Receipt\x12\'\n\x08refusals\x18\x02 \x03(\x0b\x32\x15.seqdedupe.v1.Refusal\x12\x13\n\x0bincarnation\x18\x03 \x01(\x10\x12\x0c\n\x04term\x18\x04 \x01(\x10\x12\x15\n\rdurable_index\x18\x05 \x01(\x10\"\x8b\x03\n\x07Receipt\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\'\n\x08verdicts\x18\x02 \x03(\x0e\x32\x15.seqdedupe.v1.Verdict\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\x10\x12\x31\n\x10\x66irst_message_id\x18\x04 \x01(\x0b\x32\x17.seqdedupe.v1.MessageId\x12\x12\n\nknown_rows\x18\x05 \x03(\x07\x12\x15\n\rknown_indexes\x18\x06 \x03(\x10\x12\x18\n\x10known_ledger_ids\x18\x07 \x03(\x10\x12\x17\n\x0fknown_entry_ids\x18\x08 \x03(\x10\x12\x1b\n\x13known_batch_indexes\x18\t \x03(\x0f\x12\x10\n\x08run_rows\x18\n \x03(\x07\x12\x16\n\x0erun_ledger_ids\x18\x0b \x03(\x10\x12\x15\n\rrun_entry_ids\x18\x0c \x03(\x10\x12\x19\n\x11run_batch_indexes\x18\r \x03(\x0f\x12\x12\n\ndurable_at\x18\x0e \x01(\x10\x12\x15\n\rimported_rows\x18\x0f \x03(\x07\"\x9a\x01\n\x07Refusal\x12\r\n\x05\x66rame\x18\x01 \x01(\x06\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x16\n\x0eretry_delay_ms\x18\x04 \x01(\x03\x12\x30\n\tproducers\x18\x05 \x03(\x0b\x32\x1d.seqdedupe.v1.ProducerRefusal\x12\x15\n\rowner_address\x18\x06 \x01(\t\"\xe0\x01\n\x0fProducerRefusal\x12\x15\n\rproducer_name\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x10\x12\x15\n\rcurrent_epoch\x18\x03 \x01(\x10\x12\x13\n\x0bsequence_id\x18\x04 \x01(\x10\x12\x1c\n\x14previous_sequence_id\x18\x05 \x01(\x10\x12\x0e\n\x06pushed\x18\x06 \x01(\x10\x12\x11\n\tpersisted\x18\x07 \x01(\x10\x12!\n\x14\x65xpected_sequence_id\x18\x08 \x01(\x10H\x00\x88\x01\x01\x42\x17\n\x15_expected_sequence_id*]\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x13\n\x0fVERDICT_NOT_DUP\x10\x01\x12\x0f\n\x0bVERDICT_DUP\x10\x02\x12\x13\n\x0fVERDICT_UNKNOWN\x10\x03\x32\xf5\x01\n\x0ePublishService\x12=\n\x04Open\x12\x19.seqdedupe.v1.OpenRequest\x1a\x1a.seqdedupe.v1.OpenResponse\x12\x46\n\x07Publish\x12\x1c.seqdedupe.v1.PublishRequest\x1a\x1d.seqdedupe.v1.PublishResponse\x12\\\n\rPublishStream\x12\".seqdedupe.v1.PublishStreamRequest\x1a#.seqdedupe.v1.PublishStreamResponse(\x01\x30\x01\x42P\n\x0fio.seqdedupe.v1P\x01Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,30 +33,30 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'seqdedupe.v1.publish_pb2', 
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\017io.seqdedupe.v1P\001Z;github.com/seqdedupe/seqdedupe/gen/seqdedupe/v1;seqdedupev1'
-  _globals['_VERDICT']._serialized_start=1732
-  _globals['_VERDICT']._serialized_end=1825
+  _globals['_VERDICT']._serialized_start=1778
+  _globals['_VERDICT']._serialized_end=1871
   _globals['_OPENREQUEST']._serialized_start=70
   _globals['_OPENREQUEST']._serialized_end=138
   _globals['_OPENRESPONSE']._serialized_start=141
-  _globals['_OPENRESPONSE']._serialized_end=372
-  _globals['_OPENREFUSAL']._serialized_start=374
-  _globals['_OPENREFUSAL']._serialized_end=458
-  _globals['_PUBLISHREQUEST']._serialized_start=460
-  _globals['_PUBLISHREQUEST']._serialized_end=527
-  _globals['_PUBLISHRESPONSE']._serialized_start=529
-  _globals['_PUBLISHRESPONSE']._serialized_end=621
-  _globals['_PUBLISHSTREAMREQUEST']._serialized_start=623
-  _globals['_PUBLISHSTREAMREQUEST']._serialized_end=721
-  _globals['_FRAME']._serialized_start=723
-  _globals['_FRAME']._serialized_end=782
-  _globals['_PUBLISHSTREAMRESPONSE']._serialized_start=785
-  _globals['_PUBLISHSTREAMRESPONSE']._serialized_end=948
-  _globals['_RECEIPT']._serialized_start=951
-  _globals['_RECEIPT']._serialized_end=1346
-  _globals['_REFUSAL']._serialized_start=1349
-  _globals['_REFUSAL']._serialized_end=1503
-  _globals['_PRODUCERREFUSAL']._serialized_start=1506
-  _globals['_PRODUCERREFUSAL']._serialized_end=1730
-  _globals['_PUBLISHSERVICE']._serialized_start=1828
-  _globals['_PUBLISHSERVICE']._serialized_end=2073
+  _globals['_OPENRESPONSE']._serialized_end=418
+  _globals['_OPENREFUSAL']._serialized_start=420
+  _globals['_OPENREFUSAL']._serialized_end=504
+  _globals['_PUBLISHREQUEST']._serialized_start=506
+  _globals['_PUBLISHREQUEST']._serialized_end=573
+  _globals['_PUBLISHRESPONSE']._serialized_start=575
+  _globals['_PUBLISHRESPONSE']._serialized_end=667
+  _globals['_PUBLISHSTREAMREQUEST']._serialized_start=669
+  _globals['_PUBLISHSTREAMREQUEST']._serialized_end=767
+  _globals['_FRAME']._serialized_start=769
+  _globals['_FRAME']._serialized_end=828
+  _globals['_PUBLISHSTREAMRESPONSE']._serialized_start=831
+  _globals['_PUBLISHSTREAMRESPONSE']._serialized_end=994
+  _globals['_RECEIPT']._serialized_start=997
+  _globals['_RECEIPT']._serialized_end=1392
+  _globals['_REFUSAL']._serialized_start=1395
+  _globals['_REFUSAL']._serialized_end=1549
+  _globals['_PRODUCERREFUSAL']._serialized_start=1552
+  _globals['_PRODUCERREFUSAL']._serialized_end=1776
+  _globals['_PUBLISHSERVICE']._serialized_start=1874
+  _globals['_PUBLISHSERVICE']._serialized_end=2119
 # @@protoc_insertion_point(module_scope)

@@ -104,12 +104,15 @@ class OpenResponse(_message.Message):
     PERSISTED_MESSAGE_IDS_FIELD_NUMBER: _builtins.int
     REFUSALS_FIELD_NUMBER: _builtins.int
     FORGOTTEN_FIELD_NUMBER: _builtins.int
+    DURABLE_INDEX_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """The incarnation of the topic."""
     term: _builtins.int
     """The term of the topic's owner. A client ignores answers with a lower term than it has seen before, except this
     answer.
     """
+    durable_index: _builtins.int
+    """The topic's log is durable below this index, as in `PublishStreamResponse`. Earlier versions omit this field."""
     @_builtins.property
     def epochs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The epochs: `term << 32 | n`, where n counts the opens of the topic in that term, beginning with a random number.
@@ -155,12 +158,15 @@ class OpenResponse(_message.Message):
         persisted_message_ids: _abc.Iterable[_batch_pb2.MessageId] | None = ...,
         refusals: _abc.Iterable[Global___OpenRefusal] | None = ...,
         forgotten: _abc.Iterable[_builtins.int] | None = ...,
+        durable_index: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_durable_index", b"_durable_index", "durable_index", b"durable_index"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epochs", b"epochs", "forgotten", b"forgotten", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_durable_index", b"_durable_index", "durable_index", b"durable_index", "epochs", b"epochs", "forgotten", b"forgotten", "incarnation", b"incarnation", "persisted", b"persisted", "persisted_indexes", b"persisted_indexes", "persisted_message_ids", b"persisted_message_ids", "refusals", b"refusals", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__durable_index: _TypeAlias = _typing.Literal["durable_index"]  # noqa: Y015
+    _WhichOneofArgType__durable_index: _TypeAlias = _typing.Literal["_durable_index", b"_durable_index"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__durable_index) -> _WhichOneofReturnType__durable_index | None: ...
 
 Global___OpenResponse: _TypeAlias = OpenResponse  # noqa: Y015
 

@@ -46,11 +46,13 @@ class PublishServiceStub:
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
-       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
-       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
-       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
-       arrived after the request. Messages that are sent again are new.
+       has a receipt; a resume returns a `durable_index` below one that arrived before the request, from `Open` or from
+       a stream; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then stop
+       and report the loss. A low `persisted` of a name in `forgotten` is different: the topic's policy has forgotten the
+       name. Then warn, and continue as if nothing had been sent before, but keep the `durable_index`: only this index
+       shows that an older copy of the topic was restored, which never knew the name. The first link is `persisted`,
+       which is -1, or higher if old frames arrived late. Receipts prove nothing if their frames were sent before this
+       answer and the receipts arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -166,11 +168,13 @@ class PublishServiceAsyncStub(PublishServiceStub):
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
-       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
-       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
-       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
-       arrived after the request. Messages that are sent again are new.
+       has a receipt; a resume returns a `durable_index` below one that arrived before the request, from `Open` or from
+       a stream; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then stop
+       and report the loss. A low `persisted` of a name in `forgotten` is different: the topic's policy has forgotten the
+       name. Then warn, and continue as if nothing had been sent before, but keep the `durable_index`: only this index
+       shows that an older copy of the topic was restored, which never knew the name. The first link is `persisted`,
+       which is -1, or higher if old frames arrived late. Receipts prove nothing if their frames were sent before this
+       answer and the receipts arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.
@@ -282,11 +286,13 @@ class PublishServiceServicer(metaclass=_abc_1.ABCMeta):
        process also owns the name if a resume returns a `persisted` that is above the last ID sent and above the
        `persisted` that `Open` returned before.
     6. Acknowledged data is lost in these cases: a resume returns a `persisted` below an earlier one or below an ID that
-       has a receipt; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then
-       stop and report the loss. A name in `forgotten` is different: the topic's policy has forgotten the name. Then
-       warn, and continue as if nothing had been sent before. The first link is `persisted`, which is -1, or higher if
-       old frames arrived late. Receipts prove nothing if their frames were sent before this answer and the receipts
-       arrived after the request. Messages that are sent again are new.
+       has a receipt; a resume returns a `durable_index` below one that arrived before the request, from `Open` or from
+       a stream; a resume or an answer of a stream has another incarnation; all addresses return a lower term. Then stop
+       and report the loss. A low `persisted` of a name in `forgotten` is different: the topic's policy has forgotten the
+       name. Then warn, and continue as if nothing had been sent before, but keep the `durable_index`: only this index
+       shows that an older copy of the topic was restored, which never knew the name. The first link is `persisted`,
+       which is -1, or higher if old frames arrived late. Receipts prove nothing if their frames were sent before this
+       answer and the receipts arrived after the request. Messages that are sent again are new.
     7. A resume does not change the rule for links: a link is the highest ID below the batch's first ID that this session
        has sent or `Open` has returned. If a resume returns a `persisted` below the last ID sent (and duty 6 does not
        apply), messages were lost on the way to the sidecar. Resend them. The links of later messages do not change.

@@ -65,6 +65,7 @@ def pushed(client: Client, topic: str, name: str, sequence_id: int) -> None:
 
 
 def test_a_receipt_says_where_every_message_stands(client: Client, topic: str) -> None:
+    assert client.open(topic, "another").HasField("durable_index"), "of an empty topic it is 0"
     epochs = client.epochs(topic, "p", "q")
     stream = client.stream(topic)
     incarnation = client.topic(topic).incarnation
@@ -75,6 +76,7 @@ def test_a_receipt_says_where_every_message_stands(client: Client, topic: str) -
         assert receipt.first_index == (0 if not first else 4)
         place = receipt.first_message_id
         assert (place.ledger_id, place.entry_id, place.batch_index) == (incarnation, receipt.first_index, -1)
+        assert client.open(topic, "another").durable_index == receipt.first_index + 4
     stored = [(record.base_index, record.rows) for record in client.records(topic)]
     assert stored == [(0, 4), (4, 4)]
     last = client.topic(topic).last

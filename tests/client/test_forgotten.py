@@ -9,6 +9,7 @@ import pytest
 
 from seqdedupe.client import Client, DataLossError, InvalidRequestError, ProducerConfig, Verdict
 from seqdedupe.testing import LAST_RESORT_SECONDS, Sidecar
+from seqdedupe.transfer.backup import restore
 from seqdedupe.v1 import publish_pb2
 from tests.broker_sidecar import with_constants
 from tests.client.fake_sidecar import FakeSidecar, fake_sidecar
@@ -55,6 +56,45 @@ async def test_a_live_session_that_was_idle_goes_on(tmp_path: Path, caplog: pyte
         assert (topic.purged, topic.resumed_after_purge, topic.producers) == (1, 1, 1)
     assert "has forgotten producer 'p'" in caplog.text
     assert await ids_in_log(sidecar, TOPIC) == list(range(6))
+    sidecar.kill()
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+async def test_an_older_copy_that_never_knew_the_name_is_data_loss(tmp_path: Path, is_older: bool) -> None:
+    """The topic has forgotten another name, so it says that it has forgotten this one. The control arm restarts with
+    the data that it had."""
+    short = {with_constants.VARIABLE: json.dumps({"seqdedupe.topic.keeper.SECONDS_A_MINUTE": 0.3})}
+    sidecar = Sidecar(
+        tmp_path / "sidecar",
+        module=with_constants.MODULE,
+        environment=short,
+        deduplication_producer_inactivity_timeout_minutes=1,
+        backup_directory=tmp_path,
+    )
+    sidecar.start()
+    async with Client(sidecar.address) as client:
+        async with client.producer(TOPIC, "other") as other:
+            await (await other.send(b"kept"))
+        async with asyncio.timeout(LAST_RESORT_SECONDS):
+            while not (await client.admin.topic(TOPIC)).purged:
+                pass
+        await client.admin.backup("older")
+        producer = client.producer(TOPIC, "p", ONE_BY_ONE)
+        await producer.open()
+        await (await producer.send(b"lost"))
+        await asyncio.to_thread(sidecar.kill)
+        if is_older:
+            sidecar.data.rename(tmp_path / "newer")
+            await asyncio.to_thread(restore, tmp_path / "older", sidecar.data)
+        await asyncio.to_thread(sidecar.start)
+        receipt = await producer.send(b"after")
+        if is_older:
+            with pytest.raises(DataLossError, match=r"durable index 1 \(2 before\)"):
+                await receipt
+        else:
+            assert (await receipt).verdict is Verdict.NOT_DUP
+        await producer.abort()
+    assert await ids_in_log(sidecar, TOPIC) == ([0] if is_older else [0, 0, 1])
     sidecar.kill()
 
 

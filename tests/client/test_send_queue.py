@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -239,9 +240,9 @@ class UnknownTakenForAnEnd(SendQueue):
 
 
 class StaysAfterTheBreak(SendQueue):
-    def open(self, incarnation: int, term: int, epoch: int, persisted: int, *, is_forgotten: bool = False) -> bool:
+    def open(self, *answer: int, **more: Any) -> bool:
         out = self._out
-        begins_anew = super().open(incarnation, term, epoch, persisted, is_forgotten=is_forgotten)
+        begins_anew = super().open(*answer, **more)
         self._out = out
         return begins_anew
 
@@ -446,6 +447,28 @@ def test_a_resume_below_what_open_answered_is_data_loss_without_any_receipt() ->
     queue = opened(persisted=4)
     with pytest.raises(DataLossError, match=r"persisted sequence ID 3 \(at least 4 before\) \["):
         queue.open(INCARNATION, 1, EPOCH, 3)
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_log_that_is_shorter_than_before_is_data_loss(is_forgotten: bool) -> None:
+    """Reported by a stream or by Open. A sidecar that omits the index is believed, and the next one is compared."""
+    answer = INCARNATION, 2, EPOCH
+    persisted = -1 if is_forgotten else 6
+    for known in ("stream", "open", "earlier version"):
+        queue = sent_up_to_9(receipts_up_to=6)
+        if known == "open":
+            queue.open(INCARNATION, 1, EPOCH, 6, durable_index=40)
+        else:
+            queue.durable_up_to(40)
+        if known == "earlier version":
+            queue.open(*answer, persisted, is_forgotten=is_forgotten)
+            queue.open(*answer, persisted, durable_index=39, is_forgotten=is_forgotten)
+            continue
+        with pytest.raises(DataLossError, match=r"durable index 39 \(40 before\)"):
+            queue.open(*answer, persisted, durable_index=39, is_forgotten=is_forgotten)
+        queue = sent_up_to_9(receipts_up_to=6)
+        queue.durable_up_to(40)
+        assert queue.open(*answer, persisted, durable_index=40, is_forgotten=is_forgotten) is is_forgotten
 
 
 def test_a_lower_id_than_persisted_is_no_reason_to_see_a_loss_or_a_stranger() -> None:

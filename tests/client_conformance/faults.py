@@ -89,6 +89,13 @@ def goes_on_after_data_loss() -> None:
     SendQueue._check_resumed = lambda *_: None  # type: ignore[method-assign]
 
 
+def believes_what_is_forgotten() -> None:
+    """Whether a resume finds a shorter log is not looked at."""
+    open_queue = SendQueue.open
+    changed = lambda queue, *answer, durable_index, **more: open_queue(queue, *answer, **more)  # noqa: E731
+    setattr(SendQueue, "open", changed)  # noqa: B010
+
+
 def ignores_delays() -> None:
     """What was refused is sent again at once."""
 
@@ -149,6 +156,7 @@ FAULTS: dict[str, Callable[[], None]] = {
         renumbers_a_resend,
         opens_without_epochs,
         goes_on_after_data_loss,
+        believes_what_is_forgotten,
         ignores_delays,
         repeats_frame_numbers,
         accepts_without_limit,

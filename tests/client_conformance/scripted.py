@@ -63,7 +63,8 @@ class Opening:
         """The sessions are open."""
         names = self.request.producer_names
         epochs = [self._sidecar.opened(name, persisted, is_forgotten) for name in names]
-        columns = {"incarnation": INCARNATION, "term": self._sidecar.term} | columns
+        state = {"incarnation": INCARNATION, "term": self._sidecar.term, "durable_index": self._sidecar.durable_index}
+        columns = state | columns
         answer = publish_pb2.OpenResponse(
             epochs=epochs,
             persisted=[persisted] * len(names),

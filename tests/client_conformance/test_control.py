@@ -55,6 +55,10 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
         ),
         r"messages \[3\] were sent where nothing was due",
     ),
+    "believes-what-is-forgotten": (
+        partial(scenarios.test_a_log_that_is_shorter_than_before_is_data_loss, is_forgotten=True),
+        r"messages \[3\] were sent where nothing was due",
+    ),
     "ignores-delays": (
         partial(scenarios.test_a_refusal_with_a_delay_is_sent_again_after_it, reason="RECOVERING", delay_ms=700),
         "sent before the delay",

@@ -319,14 +319,40 @@ def test_an_answer_of_a_lower_term_is_ignored(scripted: Scripted) -> None:
     assert command.receipts() == [(1, "NOT_DUP", 1)]
 
 
-def test_a_session_that_was_forgotten_begins_anew(scripted: Scripted) -> None:
+@pytest.mark.parametrize("columns", [{}, {"durable_index": None}], ids=["", "by an earlier version"])
+def test_a_session_that_was_forgotten_begins_anew(scripted: Scripted, columns: dict[str, Any]) -> None:
+    opened(scripted)
+    stored(scripted, 1, 2)
+    command, frames = sent(scripted, 3)
+    frames.stream.end(UNAVAILABLE)
+    scripted.opening("p").answer(-1, is_forgotten=True, **columns)
+    scripted.take([3]).store()
+    assert command.receipts() == [(3, "NOT_DUP", 2)]
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_log_that_is_shorter_than_before_is_data_loss(scripted: Scripted, is_forgotten: bool) -> None:
+    """An older copy that never knew the name says that it has forgotten the name."""
+    opened(scripted)
+    stored(scripted, 1, 2)
+    command, frames = sent(scripted, 3)
+    frames.stream.end(UNAVAILABLE)
+    scripted.opening("p").answer(-1 if is_forgotten else 2, is_forgotten=is_forgotten, durable_index=0)
+    scripted.fails(command, "DATA_LOSS")
+    scripted.program.send([9]).error("DATA_LOSS")
+    scripted.nothing_came()
+
+
+def test_a_loss_from_before_the_name_was_forgotten_is_found(scripted: Scripted) -> None:
+    """The older copy has one of two messages with receipts, and has not forgotten the name yet."""
     opened(scripted)
     stored(scripted, 1, 2)
     command, frames = sent(scripted, 3)
     frames.stream.end(UNAVAILABLE)
     scripted.opening("p").answer(-1, is_forgotten=True)
-    scripted.take([3]).store()
-    assert command.receipts() == [(3, "NOT_DUP", 2)]
+    scripted.take([3]).stream.end(UNAVAILABLE)
+    scripted.opening("p").answer(1, durable_index=1)
+    scripted.fails(command, "DATA_LOSS")
 
 
 def test_what_is_not_durable_is_kept(scripted: Scripted) -> None:
@@ -452,7 +478,7 @@ def test_the_owner_is_followed_with_the_epochs(two: list[Scripted]) -> None:
     command, frames = sent(second, 2)
     frames.refuse("NOT_OWNER", 0, owner_address=first.address)
     first.term = 2
-    first.next_index = 1
+    first.next_index = first.durable_index = 1
     first.opening("p").answer(1)
     first.take([2]).store()
     assert command.receipts() == [(2, "NOT_DUP", 1)]

@@ -1,5 +1,6 @@
 """What is sent, in which frames, and when it is settled."""
 
+import asyncio
 import random
 from collections import Counter
 from itertools import count
@@ -8,10 +9,14 @@ import numpy as np
 import pytest
 
 from seqdedupe.client.pending import Verdict
+from seqdedupe.client.route import Sidecars
 from seqdedupe.errors import DataLossError
 from seqdedupe.functions import backlog as backlogs
 from seqdedupe.functions.backlog import FULL_FRAME_BYTES, Backlog, OutputFrame, Row
 from seqdedupe.functions.identity import FunctionOutput
+from seqdedupe.functions.pipeline import OutputPublisher
+from tests.client.fake_sidecar import fake_sidecar
+from tests.client.helpers import until
 
 ALL_NEW = np.zeros(0, np.uint8)
 
@@ -320,3 +325,27 @@ def test_a_name_begins_when_what_was_sent_before_is_settled() -> None:
     assert second.batch.sequence_ids.tolist() == [3, 3, 4, 5]
     backlog.add([row(6, told, "ledger/8/1")])
     assert sent(backlog).batch.previous_sequence_ids.tolist() == [3]
+
+
+@pytest.mark.parametrize(("durable_index", "is_loss"), [(5, True), (7, False), (None, False)])
+async def test_a_topic_that_is_shorter_than_before_is_data_loss(durable_index: int | None, is_loss: bool) -> None:
+    """An older copy of the topic that never knew the name says that it has forgotten the name."""
+    told: list[int] = []
+    async with fake_sidecar() as fake:
+        fake.on_open = lambda request: fake.opened(
+            **({"forgotten": [0], "durable_index": durable_index} if request.epochs else {"durable_index": 4})
+        )
+        fake.on_frame = lambda frame: [
+            fake.answer(receipts=[{"frame": frame.number, "first_index": 6}], durable_index=7)
+        ]
+        publisher = OutputPublisher(Sidecars.parse(fake.address), "t", asyncio.Event())
+        running = asyncio.create_task(publisher.run())
+        publisher.add([row(0, told)])
+        await until(lambda: told == [0] or running.done())
+        fake.ends_streams = 1
+        publisher.add([row(1, told)])
+        await until(lambda: told == [0, 1] or running.done())
+        running.cancel()
+        with pytest.raises(DataLossError if is_loss else asyncio.CancelledError):
+            await running
+    assert told == ([0] if is_loss else [0, 1])

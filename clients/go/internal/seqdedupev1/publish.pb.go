@@ -170,7 +170,9 @@ type OpenResponse struct {
 	// (`deduplication_producer_inactivity_timeout_minutes`): the positions in the request of names about which the topic
 	// has no data. Later resumes of such a session repeat the position, because the client may not have received the
 	// answer. See duty 6.
-	Forgotten     []uint32 `protobuf:"fixed32,8,rep,packed,name=forgotten,proto3" json:"forgotten,omitempty"`
+	Forgotten []uint32 `protobuf:"fixed32,8,rep,packed,name=forgotten,proto3" json:"forgotten,omitempty"`
+	// The topic's log is durable below this index, as in `PublishStreamResponse`. Earlier versions omit this field.
+	DurableIndex  *int64 `protobuf:"fixed64,9,opt,name=durable_index,json=durableIndex,proto3,oneof" json:"durable_index,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -259,6 +261,13 @@ func (x *OpenResponse) GetForgotten() []uint32 {
 		return x.Forgotten
 	}
 	return nil
+}
+
+func (x *OpenResponse) GetDurableIndex() int64 {
+	if x != nil && x.DurableIndex != nil {
+		return *x.DurableIndex
+	}
+	return 0
 }
 
 // The reason why the session of one name was not started or resumed.
@@ -1052,7 +1061,7 @@ const file_seqdedupe_v1_publish_proto_rawDesc = "" +
 	"\vOpenRequest\x12\x14\n" +
 	"\x05topic\x18\x01 \x01(\tR\x05topic\x12%\n" +
 	"\x0eproducer_names\x18\x02 \x03(\tR\rproducerNames\x12\x16\n" +
-	"\x06epochs\x18\x03 \x03(\x10R\x06epochs\"\xc9\x02\n" +
+	"\x06epochs\x18\x03 \x03(\x10R\x06epochs\"\x85\x03\n" +
 	"\fOpenResponse\x12 \n" +
 	"\vincarnation\x18\x01 \x01(\x10R\vincarnation\x12\x12\n" +
 	"\x04term\x18\x02 \x01(\x10R\x04term\x12\x16\n" +
@@ -1061,7 +1070,9 @@ const file_seqdedupe_v1_publish_proto_rawDesc = "" +
 	"\x11persisted_indexes\x18\x05 \x03(\x10R\x10persistedIndexes\x12K\n" +
 	"\x15persisted_message_ids\x18\x06 \x03(\v2\x17.seqdedupe.v1.MessageIdR\x13persistedMessageIds\x125\n" +
 	"\brefusals\x18\a \x03(\v2\x19.seqdedupe.v1.OpenRefusalR\brefusals\x12\x1c\n" +
-	"\tforgotten\x18\b \x03(\aR\tforgotten\"z\n" +
+	"\tforgotten\x18\b \x03(\aR\tforgotten\x12(\n" +
+	"\rdurable_index\x18\t \x01(\x10H\x00R\fdurableIndex\x88\x01\x01B\x10\n" +
+	"\x0e_durable_index\"z\n" +
 	"\vOpenRefusal\x12\x14\n" +
 	"\x05index\x18\x01 \x01(\aR\x05index\x12\x16\n" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\x12\x18\n" +
@@ -1197,6 +1208,7 @@ func file_seqdedupe_v1_publish_proto_init() {
 		return
 	}
 	file_seqdedupe_v1_batch_proto_init()
+	file_seqdedupe_v1_publish_proto_msgTypes[1].OneofWrappers = []any{}
 	file_seqdedupe_v1_publish_proto_msgTypes[10].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{

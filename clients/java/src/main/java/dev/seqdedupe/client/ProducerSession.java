@@ -117,6 +117,7 @@ final class ProducerSession extends Sender {
     void take(PublishStreamResponse answer, List<Receipt> receipts, List<Refusal> refusals) {
         queue.check(answer.getIncarnation());
         queue.term = answer.getTerm();
+        queue.durableIndex = Math.max(queue.durableIndex, answer.getDurableIndex());
         for (Receipt receipt : receipts) {
             if (queue.receipt(receipt)) {
                 goesWell();

@@ -34,6 +34,7 @@ final class SendQueue {
     boolean mustRewind;
     long retryDelayMs; // with mustRewind: the longest delay that a refusal asked for
     long term; // the highest term of any answer
+    long durableIndex; // the highest of any answer: below it, the topic's log is durable
     long opened = -1; // the persisted ID in the last answer to Open
     SeqdedupeException lastRefusal; // why nothing has become durable lately
     SeqdedupeException failure; // after it, the queue accepts no more batches
@@ -101,8 +102,9 @@ final class SendQueue {
             entries.stream().filter(entry -> !entry.isSettled()).forEach(this::link);
         }
         if (isOpen) {
-            checkResumed(answer.getIncarnation(), answer.getTerm(), persisted);
+            checkResumed(answer, persisted);
         }
+        durableIndex = Math.max(durableIndex, answer.getDurableIndex());
         isOpen = true;
         incarnation = answer.getIncarnation();
         term = answer.getTerm();
@@ -113,13 +115,18 @@ final class SendQueue {
         return hasForgotten;
     }
 
-    private void checkResumed(long newIncarnation, long newTerm, long persisted) {
+    private void checkResumed(OpenResponse answer, long persisted) {
         long floor = Math.max(opened, highestReceipt);
-        if (newIncarnation != incarnation || newTerm < term || persisted < floor) {
+        long newIncarnation = answer.getIncarnation();
+        long newTerm = answer.getTerm();
+        // If the topic has forgotten the name, only this index shows that messages with receipts are gone. Earlier
+        // versions omit it.
+        long newDurable = answer.hasDurableIndex() ? answer.getDurableIndex() : durableIndex;
+        if (newIncarnation != incarnation || newTerm < term || persisted < floor || newDurable < durableIndex) {
             throw SeqdedupeException.of("DATA_LOSS", "the sidecar answers with an older state than before, or with the state "
                             + "of another topic: persisted sequence ID %d (at least %d before), term %d (%d before), "
-                            + "incarnation %d (%d before)",
-                    persisted, floor, newTerm, term, newIncarnation, incarnation);
+                            + "incarnation %d (%d before), durable index %d (%d before)",
+                    persisted, floor, newTerm, term, newIncarnation, incarnation, newDurable, durableIndex);
         }
         long known = Math.max(opened, highestSent);
         if (persisted > known) {
