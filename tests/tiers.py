@@ -202,6 +202,7 @@ STAYING: Mapping[str, int] = {
     "tests/log/test_journal_repair.py::test_control": 1,
     "tests/log/test_past_damage.py::test_records_damaged_one_after": 3,
     "tests/log/test_planted.py::test_the_suite_notices": 2,
+    "tests/log/test_scrub.py::test_scrub_and_readers_agree": 10,
     "tests/model/test_check.py::test_control_without_a_rule": 2,
     "tests/property/test_planted.py::test_the_first_cases_pass": 0,
     "tests/property/test_planted.py::test_the_property_finds": 1,
