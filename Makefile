@@ -75,7 +75,8 @@ bench: $(READY)
 bench-peers: $(READY)
 	$(BIN)/python -m bench.compare
 
-# What the suite has a small fixed share of: the other cases of families of tests (tests/tiers.py), random histories of a topic, of windows of deduplication IDs with runs on
+# What the suite has a small fixed share of: the other cases of families of tests (tests/tiers.py), many examples of properties
+# (tests/conftest.py), random histories of a topic, of windows of deduplication IDs with runs on
 # disk, mutated bytes, kills in the middle of imports, and while such runs are made, backups under load, webhooks through
 # gateways that are killed, kills of services and their databases, and faults of a real Pulsar broker, and of three
 # sidecars in front of one; and attacks on a journal's newest file, by clocks that are wrong, and by callers with narrow rights;

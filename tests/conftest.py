@@ -32,8 +32,11 @@ for _of_a_ci in ("CI", "BUILD_NUMBER"):
 # A suite that is no test file of its own: it says what was compared when a test fails.
 pytest.register_assert_rewrite("tests.log.conformance")
 
-# How long an example takes is the machine's business. Each run has the same examples: no dice decide what it says.
-settings.register_profile("suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+# How long an example takes is the machine's business. Each run of the suite has the same few examples of a property: no
+# dice decide what it says. A campaign has many, and others each time.
+_any_machine = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", _any_machine, max_examples=40, derandomize=True)
+settings.register_profile("campaign", _any_machine, max_examples=1000, database=None, print_blob=True)
 settings.load_profile("suite")
 
 StartSidecar = Callable[..., Sidecar]
@@ -98,6 +101,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--campaign"):
+        settings.load_profile("campaign")
     for tier in tiers.TIERS:
         config.addinivalue_line("markers", f"{tier}: set by tests/tiers.py")
     if _KERNELS_ARE_MISSING and getattr(config.option, "numprocesses", None):
@@ -119,7 +124,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(tiers.tier_of(item.nodeid))
     suite, campaign = tiers.divide(items)
     if config.getoption("--campaign"):
-        items[:], others = campaign, suite
+        properties = [item for item in suite if getattr(getattr(item, "obj", None), "is_hypothesis_test", False)]
+        items[:], others = campaign + properties, [item for item in suite if item not in properties]
     else:
         items[:], others = suite, campaign
     if others:

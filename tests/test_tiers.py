@@ -49,12 +49,18 @@ def test_a_missing_service_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SUITE = """
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from tests import tiers
 
 
 @pytest.mark.parametrize("case", range(3))
 def test_family(case): ...
+
+
+@pytest.mark.parametrize("examples", [settings().max_examples])
+@given(value=st.integers())
+def test_property(examples, value): ...
 
 
 def test_needs(): tiers.Service("Nothing", ("no-such-program",), "build it").check()
@@ -64,8 +70,12 @@ def test_needs_too(): tiers.Service("Nothing", ("no-such-program",), "build it")
 """
 
 
-@pytest.mark.parametrize(("options", "passed"), [((), "[0] [1]"), (("--campaign",), "[2]")])
+@pytest.mark.parametrize(
+    ("options", "passed"),
+    [((), "family[0] family[1] property[40]"), (("--campaign",), "family[2] property[1000]")],
+)
 def test_cases_stay_or_go_to_the_campaign(options: tuple[str, ...], passed: str, tmp_path: Path) -> None:
+    """A property is in both, in the campaign with more examples."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_x.py").write_text(SUITE)
     plugin = (
@@ -93,8 +103,8 @@ def test_cases_stay_or_go_to_the_campaign(options: tuple[str, ...], passed: str,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert sorted(
-        line.partition("test_family")[2].split()[0] for line in ran.stdout.splitlines() if "PASSED" in line
-    ) == (passed.split())
+    assert sorted(line.partition("::test_")[2].split()[0] for line in ran.stdout.splitlines() if "PASSED" in line) == (
+        passed.split()
+    )
     if not options:
         assert "skipped 2 tests: no Nothing (build it)" in ran.stdout.splitlines()

@@ -273,7 +273,6 @@ def run(history: Any, core: Core) -> ModelWithRuns:
 
 
 @given(HISTORIES)
-@settings(max_examples=150, deadline=None)
 def test_it_is_the_set_of_the_ids_from_an_index_on(history: Any) -> None:
     run(history, COMPILED)
 
@@ -287,7 +286,7 @@ def plain(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Co
 
 
 @given(HISTORIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ids_whose_hashes_meet_are_told_from_each_other(plain: Core, history: Any) -> None:
     run(history, plain)
 

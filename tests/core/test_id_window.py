@@ -217,7 +217,6 @@ def run(history: tuple[WindowLimits, list[tuple[str, Any]]], core: ModuleType) -
 
 
 @given(HISTORIES)
-@settings(max_examples=150, deadline=None)
 def test_it_is_the_set_of_the_ids_from_an_index_on(history: Any) -> None:
     run(history, id_window)
 
@@ -249,7 +248,7 @@ def _is_far(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(HISTORIES)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_ids_whose_hashes_meet_are_told_from_each_other(plain: ModuleType, history: Any) -> None:
     run(history, plain)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe import batch as batches
@@ -167,7 +167,6 @@ def values_fit(m: batch_pb2.Batch, n: int) -> bool:
     return fits(list(m.payload_offsets), n, m.payloads) and len(m.payload_validity) in (0, bitmap)
 
 
-@settings(max_examples=300)
 @given(any_batch(), st.data())
 def test_a_batch_with_changed_bytes_passes_only_if_it_is_still_a_batch(b: Batch, data: st.DataObject) -> None:
     encoded = bytearray(b.encode())

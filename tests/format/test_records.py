@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Int64s
@@ -89,7 +89,6 @@ def test_what_was_written_is_read() -> None:
     assert scanned(LOG, key_of(bytes(16)))[:2] == (records.DAMAGED, [0, 0, 0])
 
 
-@settings(max_examples=300)
 @given(st.integers(0, len(LOG) - 1), st.integers(1, 255), st.booleans())
 def test_any_byte_changed_is_noticed_by_who_has_the_key(at: int, flip: int, cut: bool) -> None:
     raw = bytearray(LOG)

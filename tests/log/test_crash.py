@@ -117,7 +117,7 @@ async def test_control_a_writer_that_reports_too_early_is_caught(
     )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     groups=st.lists(st.lists(st.sampled_from([1, 3, 40]), min_size=1, max_size=4), min_size=1, max_size=4),
     survives=st.data(),

@@ -8,7 +8,7 @@ from itertools import count
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.core.producers import Producers
@@ -73,7 +73,6 @@ def run(steps: list[Step]) -> None:
             assert judge.asked == before
 
 
-@settings(deadline=None, max_examples=150)
 @given(STEPS)
 def test_it_is_as_if_each_name_were_judged_in_each_frame(steps: list[Step]) -> None:
     run(steps)

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 from google.protobuf.message import Message as Proto
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.entry_properties import BATCH, KEY_BASE64, KIND, ROWS, SCHEMA_VERSION, VERSION
@@ -309,7 +309,6 @@ def mutated(draw: st.DrawFn) -> list[PulsarMessage]:
     return messages
 
 
-@settings(max_examples=300)
 @given(mutated())
 def test_whatever_stands_there_is_read_or_is_damage(messages: list[PulsarMessage]) -> None:
     assert outcome_of(messages) in ("read", "LOG_GAP", "LOG_DAMAGED", "NEWER_FORMAT")

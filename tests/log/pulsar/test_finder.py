@@ -3,7 +3,7 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.entry_properties import KIND
@@ -56,7 +56,6 @@ def topic_of(messages: list[PulsarMessage]) -> PulsarTopic:
 
 
 @given(st.text(ACTIONS.replace("l", ""), max_size=60), st.booleans(), st.integers(1, 3))
-@settings(max_examples=150, deadline=None)
 async def test_every_place_is_found_in_every_history(actions: str, deduplicates: bool, step: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STEP_ENTRIES", step)

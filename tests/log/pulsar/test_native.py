@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch, Binary
@@ -71,7 +71,6 @@ def back(message: PulsarMessage, compression: CompressionType.ValueType = NONE) 
     return native_entry(MessageId(5, 6), entry, metadata_of(entry))
 
 
-@settings(max_examples=150)
 @given(histories(), st.sampled_from(COMPRESSIONS))
 def test_what_was_sent_comes_back(history: list[Batch], compression: CompressionType.ValueType) -> None:
     messages = messages_of(history)
@@ -232,7 +231,6 @@ def test_a_newer_field_is_said_to_be_newer() -> None:
 WHOLE = messages_of([batch([("p", 1), ("p", 3), ("q", 9)], keys=[b"k", None, b"\xff"], payloads=[b"one", None, b""])])
 
 
-@settings(max_examples=500)
 @given(st.data())
 def test_whatever_stands_there_is_read_or_is_damage(data: st.DataObject) -> None:
     entry = wire_entry(data.draw(st.sampled_from(WHOLE)), OURS, 77)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.log.pulsar.entries import MAX_ENTRY_BYTES, EntryFormat, PulsarMessage, encoded_part
@@ -86,7 +86,6 @@ def some_rows(draw: st.DrawFn) -> list[EntryRow]:
     return found
 
 
-@settings(max_examples=200)
 @given(some_rows(), st.sampled_from(COMPRESSIONS))
 def test_a_whole_batch_keeps_its_payload(rows: list[EntryRow], compression: CompressionType.ValueType) -> None:
     sent = sent_as(oracle.written(rows), len(rows), compression)

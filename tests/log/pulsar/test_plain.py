@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.batch import Batch
@@ -83,17 +83,13 @@ def over_the_wire(message: PulsarMessage) -> PulsarMessage:
 
 
 @pytest.mark.parametrize("way", [itself, over_the_wire])
-def test_what_was_stored_comes_back(way: Callable[[PulsarMessage], PulsarMessage]) -> None:
-    @settings(max_examples=150)
-    @given(histories())
-    def holds(history: list[Batch]) -> None:
-        messages = messages_of(history)
-        found = collected(stored(map(way, messages)))
-        assert all_rows(batches_in(found)) == all_rows(history)
-        assert len(ids_in(found)) == len(messages) - 1
-        assert found.next_index == len(messages) - 1
-
-    holds()
+@given(history=histories())
+def test_what_was_stored_comes_back(way: Callable[[PulsarMessage], PulsarMessage], history: list[Batch]) -> None:
+    messages = messages_of(history)
+    found = collected(stored(map(way, messages)))
+    assert all_rows(batches_in(found)) == all_rows(history)
+    assert len(ids_in(found)) == len(messages) - 1
+    assert found.next_index == len(messages) - 1
 
 
 def test_what_a_stock_consumer_sees() -> None:

@@ -3,7 +3,7 @@
 from itertools import count, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqdedupe.entry_properties import ADDRESS, ENTRY, KIND, SCHEMA_VERSION, TOKEN, VERSION
@@ -85,7 +85,6 @@ def test_two_owners_in_every_order(deduplicates: bool) -> None:
     assert repeats == 0 if deduplicates else repeats > 500
 
 
-@settings(max_examples=300)
 @given(st.text(ACTIONS, max_size=40), st.booleans())
 def test_two_owners_at_length(actions: str, deduplicates: bool) -> None:
     check(*play(actions, deduplicates=deduplicates))
