@@ -426,6 +426,10 @@ class Owner:
             topic.spawn(self._recover(self._rest_seconds))
             self._rest_seconds = min(max(2 * self._rest_seconds, FIRST_REST_SECONDS), LONGEST_REST_SECONDS)
             return
+        # Another sidecar may have taken over the log, and may have shown later messages. Nobody can have, if only this
+        # process can write it.
+        topic.knows_its_end = topic.knows_its_end and not topic.log.replays_what_is_certain
+        self._is_recovering = True
         topic.change_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         topic.spawn(self._recover())
 

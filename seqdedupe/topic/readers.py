@@ -80,11 +80,22 @@ async def settled_end(topic: Topic) -> int:
     """Return `end_index` when all that is in flight now has settled.
 
     Only then are later messages certainly not stored. A standby that reads the log may know of a message, and show it,
-    earlier than the owner that has appended it. Raises the errors of `end_index`.
+    earlier than the owner that has appended it. Raises the errors of `end_index`; DRAINING or TOPIC_NOT_FOUND if the
+    topic is closed meanwhile.
     """
     end_index(topic)
     await topic.flight.all_of_now()
+    if topic.state is State.DRAINING:
+        topic.check_serving()
     return end_index(topic)
+
+
+async def shown_end(topic: Topic) -> int:
+    """Return an end of the topic that is not before a message that any sidecar had shown when this was called.
+
+    In a log that only this process reads, this is `end_index`. Raises the errors of `settled_end`.
+    """
+    return await settled_end(topic) if topic.log.replays_what_is_certain else end_index(topic)
 
 
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
