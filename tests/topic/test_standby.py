@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -269,6 +269,68 @@ async def test_nobody_says_where_a_topic_ends_if_what_was_in_flight_has_no_outco
         await asyncio.wait([publishing])
     else:
         await publishing
+
+
+async def refusal(asked: Awaitable[object]) -> str:
+    with pytest.raises(SeqdedupeError) as caught:
+        await asked
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("is_standby_again", [False, True])
+async def test_a_former_owner_does_not_refuse_the_position_of_its_successors_message(
+    standbys: Two, is_standby_again: bool
+) -> None:
+    """It does not know that there is one, as long as it appends nothing."""
+    standbys.know_each_other()
+    one, other = standbys.one, standbys.other
+    await standbys.publisher.publish(20)
+    one.log.lose_place(0, report=False)
+    await other.until(State.SERVING)
+    await Publisher("q", lambda: (other.topic,)).publish(5)
+    position = await other.topic.position_before(other.topic.readable_index)
+    assert one.topic.state is State.SERVING
+    asked = [asyncio.ensure_future(work) for work in (index_after(one.topic, position), check_index(one.topic, 24))]
+    await until(lambda: one.log.dropped == 1)
+    assert not any(each.done() for each in asked)
+    if not is_standby_again:
+        # It has the topic again before it learns that it had lost it.
+        await other.close()
+    one.log.report()
+    if is_standby_again:
+        assert [await refusal(each) for each in asked] == ["NOT_OWNER", "NOT_OWNER"]
+    else:
+        assert await asyncio.gather(*asked) == [position.index + 1, None]
+
+
+async def test_an_owner_proves_that_it_is_one_with_few_records(standbys: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "PROVE_SECONDS", 0.2)
+    standbys.know_each_other()
+    topic, log, storage = standbys.one.topic, standbys.one.log, standbys.storage
+    await standbys.publisher.publish(20)
+    await topic.flight.all_of_now()
+    log.automatic = False
+    await asyncio.sleep(0)
+    stored = len(storage.records)
+    # All who ask before the record is written share it.
+    asked = [asyncio.ensure_future(check_index(topic, index)) for index in range(21, 40)]
+    await until(lambda: log.in_flight == 1)
+    late = asyncio.ensure_future(check_index(topic, 21))
+    await asyncio.sleep(0)
+    log.settle()
+    assert {await refusal(each) for each in asked} == {"POSITION_AFTER_END"}
+    assert len(storage.records) == stored + 1
+    # Who asks later needs another one, which is not due. What is published serves as well.
+    await asyncio.sleep(0)
+    assert not late.done()
+    assert log.in_flight == 0
+    log.automatic = True
+    await Publisher("q", lambda: (topic,)).publish(1)
+    assert topic.confirmed_index == 21
+    await late
+    assert len(storage.records) == stored + 3
+    # Who reads the log goes on behind it.
+    await until(lambda: standbys.other.topic.confirmed_index == 21)
 
 
 async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(two: Two) -> None:
