@@ -147,6 +147,7 @@ BUGS = (
     Bug("SHOWS_WHAT_IS_NOT_CONFIRMED", "readers", "Readers get only confirmed messages."),
     Bug("ANY_SIDECAR_SAYS_WHERE_THE_TOPIC_ENDS", "readers", "Only an owner says where the topic ends."),
     Bug("REFUSES_BEFORE_APPENDS_SETTLE", "readers", "An owner refuses a position when its appends have settled."),
+    Bug("REFUSES_WITHOUT_PROOF", "readers", "An owner refuses a position when a new append has settled."),
     Bug("RESUMES_BELOW_ITS_RECEIPTS", "restored log", "A client that resumes compares persisted with its receipts."),
     Bug("EPOCHS_REPEAT", "restored log", "The count of a term's sessions begins with a random number."),
     Bug("SNAPSHOT_AFTER_THE_LOGS_END", "restored log", "A log that ends before the snapshot is damaged."),

@@ -6,7 +6,7 @@
 
 /* The client: its connection is broken, so it resumes its session. It takes no answer before. */
 
-#define GIVEN(k, s) (side[k].epoch[NAME(s)] > 0 -> side[k].epoch[NAME(s)] : side[k].term * OPENS + side[k].opens)
+#define GIVEN(k, s) (side[k].epoch[NAME(s)] > 0 -> side[k].epoch[NAME(s)] : side[k].term * OPENS + side[k].opens - 1)
 
 inline resume(k_, s_) {
   p = NAME(s_);
@@ -110,7 +110,7 @@ proctype Operator(byte place) {
 
 byte next_index; /* of the message after the position */
 byte position_ownership;
-bit is_refused;  /* it was told that its position is not in the log */
+bit is_refused;  /* it was told that its position is not in the log, which is true */
 byte seen[NAMES * MESSAGES + 1];
 
 #define MESSAGE_AT(place) (log[place].name * 4 + log[place].id)
@@ -118,11 +118,6 @@ byte seen[NAMES * MESSAGES + 1];
 #define OWNERSHIP(place) ((log[place].history * 8 + log[place].term) * 2 + log[place].who)
 #else
 #define OWNERSHIP(place) (log[place].term * 2 + log[place].who)
-#endif
-#ifdef RESTORES
-#define IS_LOST restores
-#else
-#define IS_LOST false
 #endif
 
 /* What an owner has in flight may be stored. Another sidecar may already have shown the message. */
@@ -132,12 +127,36 @@ byte seen[NAMES * MESSAGES + 1];
 #define MAY_BE_STORED(k) (receipts[k] > 0 || len(flight[k]) > 0)
 #endif
 
-/* A former owner is excused: it does not know that there is another owner, whose messages it has not read. */
-#define IS_EXCUSED(k) (side[k].mode == SERVING && (owner != k || owner_term != side[k].term))
+/* The proof: an append that lands now, and its receipt. After another sidecar's marker it is no proof, as in Writer. */
+inline prove(k_) {
+  is_foreign = false;
+#ifndef BUG_REFUSES_WITHOUT_PROOF
+  for (n : side[k_].confirmed .. end - 1) {
+    if
+    :: log[n].kind == MARKER && !log[n].is_void -> is_foreign = true
+    :: else
+    fi
+  }
+#endif
+}
 
-inline refuse_position(k_) {
-  must(IS_LOST || IS_EXCUSED(k_), "BROKEN: reader: a position is refused, and nothing is lost\n");
-  is_refused = IS_LOST
+#ifdef RESTORES
+#define MAY_BE_LOST restores
+#else
+#define MAY_BE_LOST false
+#endif
+
+/* What is lost: a message that a reader has got, and that a restored log does not hold, with its ownership. */
+inline refuse_position() {
+  is_refused = MAY_BE_LOST;
+  for (n : 0 .. end - 1) {
+    if
+    :: log[n].kind == MESSAGE && !log[n].is_void && log[n].index == next_index - 1 && OWNERSHIP(n) == position_ownership ->
+       is_refused = false
+    :: else
+    fi
+  };
+  must(is_refused, "BROKEN: reader: a position is refused, and nothing is lost\n")
 }
 
 /* The place of a message that the sidecar may show, or LOG. */
@@ -165,9 +184,14 @@ inline read_on(k_) {
   :: next_index > side[k_].index ->
      if
 #ifdef BUG_ANY_SIDECAR_SAYS_WHERE_THE_TOPIC_ENDS
-     :: true -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position(k_)
+     :: true -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position()
 #else
-     :: side[k_].mode == SERVING && !MAY_BE_STORED(k_) -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position(k_)
+     :: side[k_].mode == SERVING && !MAY_BE_STORED(k_) ->
+        prove(k_);
+        if
+        :: is_foreign
+        :: else -> printf("%c.afterEnd(%d)\n", LETTER(k_), next_index); refuse_position()
+        fi
      :: else
 #endif
      fi
@@ -178,7 +202,7 @@ inline read_on(k_) {
      fi;
      if
 #ifndef BUG_POSITION_WITHOUT_OWNERSHIP
-     :: j < LOG && OWNERSHIP(j) != position_ownership -> printf("%c.diverged(%d)\n", LETTER(k_), next_index); refuse_position(k_)
+     :: j < LOG && OWNERSHIP(j) != position_ownership -> printf("%c.diverged(%d)\n", LETTER(k_), next_index); refuse_position()
 #endif
      :: else ->
         for (n : 0 .. LOG - 1) {

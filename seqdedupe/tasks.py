@@ -55,6 +55,19 @@ async def again_until(
         await pause(delay)
 
 
+async def first_of(*works: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of these coroutines has ended, and cancel the others. Raise the error of the ended coroutine."""
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
 def retrieve(done: asyncio.Future[Any]) -> None:
     """Retrieve the exception of finished work, so that asyncio does not report the exception as never retrieved. If the
     caller has stopped waiting for the work, no other code retrieves the exception. Pass this function to

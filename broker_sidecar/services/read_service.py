@@ -21,7 +21,17 @@ from seqdedupe.message_id import Position
 from seqdedupe.names import topic_name
 from seqdedupe.topic import operations, policy
 from seqdedupe.topic.directory import Topics, find
-from seqdedupe.topic.readers import PAGE_BYTES, Followers, Page, check_index, end_index, index_after, read_on, read_page
+from seqdedupe.topic.readers import (
+    PAGE_BYTES,
+    Followers,
+    Page,
+    check_index,
+    end_index,
+    index_after,
+    read_on,
+    read_page,
+    shown_end,
+)
 from seqdedupe.topic.topic import Topic
 from seqdedupe.v1 import admin_pb2, read_pb2
 
@@ -108,14 +118,14 @@ class ReadService:
         request = parse_small(read_pb2.ReadRequest, data)
         topic = await find(self._topics, request.topic)
         index = await _start(topic, request.start, skip_damaged=request.skip_damaged)
-        stop = min(topic.readable_index, _checked_stop(request.stop_index) or topic.readable_index)
+        asked = _checked_stop(request.stop_index)
+        if index >= topic.readable_index and not 0 < asked <= index:
+            # An empty page says that this is the end.
+            await shown_end(topic)
+        stop = min(topic.readable_index, asked or topic.readable_index)
+        page = Page(b"", index)
         if index < stop:
             page = await self._page(topic, index, stop, stream, skip_damaged=request.skip_damaged)
-        else:
-            if not request.stop_index or index < request.stop_index:
-                # An empty page says that this is the end.
-                topic.check_knows_its_end()
-            page = Page(b"", index)
         self._count(index, page)
         answer = _encode(topic, page)
         del page  # free it while the client takes the answer
@@ -208,7 +218,8 @@ class ReadService:
         self, request: read_pb2.GetLastMessageIdRequest
     ) -> read_pb2.GetLastMessageIdResponse:
         topic = await find(self._topics, request.topic)
-        end_index(topic)
+        # A client judges by this answer whether the topic has lost the end that a standby has shown to it.
+        await shown_end(topic)
         return read_pb2.GetLastMessageIdResponse(last=topic.last_position.to_proto(), first_index=topic.log.first_index)
 
 

@@ -206,7 +206,8 @@ class Log(Protocol):
 
     replays_what_is_certain: bool
     """Whether everything that `replay` yields is durable, even before the log is opened for writing. Then recovery
-    replays first, and after its marker replays only what was added since."""
+    replays first, and after its marker replays only what was added since. A standby may show such messages before the
+    log's owner knows that they are stored."""
 
     @property
     def place(self) -> str:

@@ -601,10 +601,20 @@ class Flight:
         while not self.has_room():
             await self._settled.wait()
 
+    @property
+    def ever(self) -> int:
+        """The number of items that were added and not taken back."""
+        return self._ever
+
+    @property
+    def settled(self) -> int:
+        """The number of items that have settled: the first `settled` items that were ever added."""
+        return self._ever - len(self._admitted)
+
     async def all_of_now(self) -> None:
         """Wait until everything that is in flight now has settled."""
         last = self._ever
-        while self._ever - len(self._admitted) < last:
+        while self.settled < last:
             await self._settled.wait()
 
 

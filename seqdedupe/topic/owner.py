@@ -26,9 +26,9 @@ from seqdedupe.format.records import marker_token, ownership
 from seqdedupe.limits import NO_EPOCH, NO_SEQUENCE_ID
 from seqdedupe.log.contract import Entries, Failure, Log, Outcome, Runs
 from seqdedupe.names import is_producer_name
-from seqdedupe.tasks import Broadcast, again_until, retrieve
+from seqdedupe.tasks import Broadcast, again_until, first_of, retrieve
 from seqdedupe.topic.base import State, TopicCounters
-from seqdedupe.topic.control import Change, Import
+from seqdedupe.topic.control import Change, Import, ProducerSessions
 from seqdedupe.topic.frame import Flight
 from seqdedupe.topic.keeper import Keeper
 from seqdedupe.topic.sessions import RANDOM_BYTES, Sessions
@@ -40,10 +40,16 @@ SETTLE_SECONDS = 5.0
 """The time for appends in flight to settle before another sidecar gets a topic. That sidecar determines the outcome of
 the other appends."""
 
+PROVE_SECONDS = 1.0
+"""The shortest time between two records that an owner writes only to find out whether it still is the owner. A client
+that asks for positions after the end again and again cannot fill the log with them."""
+
 FIRST_REST_SECONDS = 0.25
 LONGEST_REST_SECONDS = 4.0
 
 TRY_AGAIN_SECONDS = 1.0
+_NOTHING = ProducerSessions([], np.zeros(0, np.int64))
+
 CATCH_UP_SECONDS = 300.0
 """The interval at which a sidecar that does not own a log reads the new messages. Messages that this sidecar has not
 read cannot be dropped from the log, because its snapshots state from where it needs the log."""
@@ -222,6 +228,9 @@ class Owner:
         no message between two refusals."""
         self._refused_index = 0
         """The end of the topic at the last refusal."""
+        self._proving = asyncio.Lock()
+        self._proves_at = topic.now_seconds()
+        """The earliest time of the next record that is written as a proof."""
 
     # -- 1. taking over ----------------------------------------------------------------------------------------
 
@@ -249,7 +258,7 @@ class Owner:
         self._tried.tell()
         if self._topic.state is State.STANDBY:
             until = self._until_free if self._is_standby else self._until_asked
-            await _first_of(self.wanted.wait(), until())
+            await first_of(self.wanted.wait(), until())
             self.wanted.clear()
         else:
             await asyncio.sleep(delay_seconds)
@@ -426,6 +435,10 @@ class Owner:
             topic.spawn(self._recover(self._rest_seconds))
             self._rest_seconds = min(max(2 * self._rest_seconds, FIRST_REST_SECONDS), LONGEST_REST_SECONDS)
             return
+        # Another sidecar may have taken over the log, and may have shown later messages. Nobody can have, if only this
+        # process can write it.
+        topic.knows_its_end = topic.knows_its_end and not topic.log.replays_what_is_certain
+        self._is_recovering = True
         topic.change_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         topic.spawn(self._recover())
 
@@ -447,6 +460,29 @@ class Owner:
         topic = self._topic
         topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
         topic.spawn(self._recover())
+        topic.check_serving()
+
+    async def prove(self) -> None:
+        """Wait until an append that began after this call is stored. This proves that this sidecar owned the log at the
+        time of the call: its appends are not stored after another owner's marker.
+
+        If nothing else is appended, this writes a record without content for all callers, at most one in PROVE_SECONDS.
+        A log that only this process can write, or that accepts nothing from anybody, needs no proof. Raises the reason
+        why the topic accepts no messages now: then nothing is proved.
+        """
+        topic, flight = self._topic, self._topic.flight
+        if topic.terminated is not None or not topic.log.replays_what_is_certain:
+            return
+        begun = flight.ever
+        async with self._proving:
+            if flight.ever == begun:
+                await asyncio.sleep(self._proves_at - topic.now_seconds())
+            if flight.ever == begun:
+                self._proves_at = topic.now_seconds() + PROVE_SECONDS
+                topic.append_change(_NOTHING).add_done_callback(retrieve)
+            if flight.settled <= begun:
+                await flight.all_of_now()
+        # After a failed append, only another takeover makes the topic serve.
         topic.check_serving()
 
     # -- 3. while another sidecar owns it ----------------------------------------------------------------------
@@ -578,19 +614,6 @@ class Owner:
         topic.merge(chunk, table, count, runs_of)
         topic.known_term = max(topic.known_term, int(table[:count, TERM].max()))
         topic.keeper.snapshotter.stored(count)
-
-
-async def _first_of(*works: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of these coroutines has ended, and cancel the others. Raise the error of the ended coroutine."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 # -- The time for which this sidecar does not try to take another sidecar's topic.

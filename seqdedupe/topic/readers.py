@@ -80,20 +80,41 @@ async def settled_end(topic: Topic) -> int:
     """Return `end_index` when all that is in flight now has settled.
 
     Only then are later messages certainly not stored. A standby that reads the log may know of a message, and show it,
-    earlier than the owner that has appended it. Raises the errors of `end_index`.
+    earlier than the owner that has appended it. Raises the errors of `end_index`; DRAINING or TOPIC_NOT_FOUND if the
+    topic is closed meanwhile.
     """
     end_index(topic)
     await topic.flight.all_of_now()
+    if topic.state is State.DRAINING:
+        topic.check_serving()
     return end_index(topic)
+
+
+async def _is_after_end(topic: Topic, index: int) -> bool:
+    """Return whether the topic has no message with this index, for certain: another sidecar, which owns the topic by
+    now, would have stored it before this call. Raises the errors of `settled_end` and `Owner.prove`."""
+    if index < topic.readable_index or index < await settled_end(topic):
+        return False
+    await topic.owner.prove()
+    return index >= end_index(topic)
+
+
+async def shown_end(topic: Topic) -> int:
+    """Return an end of the topic that is not before a message that any sidecar had shown when this was called.
+
+    In a log that only this process reads, this is `end_index`. Raises the errors of `settled_end`.
+    """
+    return await settled_end(topic) if topic.log.replays_what_is_certain else end_index(topic)
 
 
 async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = False) -> int:
     """Return the index at which to continue reading after a position.
 
-    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and RECOVERING if the position is after the last certain
-    message. Raises POSITION_DIVERGED if the log has a different message at this position, or a message of another
-    history. The history is not checked if the position does not state it, or if its message is trimmed or damaged. A
-    damaged message raises LOG_DAMAGED unless `skip_damaged`.
+    Raises POSITION_OF_ANOTHER_INCARNATION, POSITION_AFTER_END, and the reason why the topic accepts no messages if the
+    position is after the last certain message and this sidecar cannot be certain of the end now. Raises
+    POSITION_DIVERGED if the log has a different message at this position, or a message of another history. The history
+    is not checked if the position does not state it, or if its message is trimmed or damaged. A damaged message raises
+    LOG_DAMAGED unless `skip_damaged`.
     """
     incarnation = topic.incarnation
     if position.incarnation != incarnation:
@@ -105,7 +126,8 @@ async def index_after(topic: Topic, position: Position, *, skip_damaged: bool = 
         )
     if not position.is_whole():
         raise error("INVALID_POSITION", f"{position} is not a position: its parts do not fit together")
-    if position.index >= topic.readable_index and position.index >= (end := await settled_end(topic)):
+    if await _is_after_end(topic, position.index):
+        end = end_index(topic)
         raise error(
             "POSITION_AFTER_END",
             f"the position {position} is after the end of topic {topic.name}, whose next message gets index {end}",
@@ -147,7 +169,8 @@ async def _check_is_the_same(topic: Topic, position: Position) -> None:
 
 
 async def check_index(topic: Topic, index: int) -> None:
-    """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END or RECOVERING if reading cannot start here."""
+    """Raise INVALID_POSITION, POSITION_TRIMMED, POSITION_AFTER_END, or the errors of `Owner.prove`, if reading cannot
+    start here."""
     if index < 0:
         raise error("INVALID_POSITION", f"{index} is not an index: they begin with 0")
     if index < topic.log.first_index:
@@ -156,7 +179,8 @@ async def check_index(topic: Topic, index: int) -> None:
             f"topic {topic.name} begins with index {topic.log.first_index} by now, {index} is gone",
             first_index=topic.log.first_index,
         )
-    if index > topic.readable_index and index > (end := await settled_end(topic)):
+    if await _is_after_end(topic, index - 1):
+        end = end_index(topic)
         raise error(
             "POSITION_AFTER_END",
             f"index {index} is after the end of topic {topic.name}, whose next message gets index {end}",

@@ -11,12 +11,14 @@ import pulsar
 import pytest
 
 from pulsar_broker.standalone import Broker
+from seqdedupe.errors import PositionError, UnavailableError
 from seqdedupe.log.pulsar import topic_owner as owner_module
 from seqdedupe.log.pulsar.admin_url import PulsarAdmin, TopicStats
 from seqdedupe.log.pulsar.broker_wire import Brokers
 from seqdedupe.log.pulsar.entries import EntryFormat
 from seqdedupe.pulsar_wire.connection import Connection
 from seqdedupe.topic.base import State
+from seqdedupe.topic.readers import check_index, index_after, shown_end
 from tests.pulsar.crashes import KEEP_ALIVE_SECONDS, Faults, Scene
 from tests.pulsar.line import Line
 from tests.pulsar.owners import Cluster, until
@@ -167,6 +169,51 @@ async def test_an_owner_that_is_frozen_and_that_the_broker_keeps_is_evicted(
     two.line.let_answers_through()
     await until(lambda: two.one.topic.state is State.STANDBY)
     await two.finish()
+
+
+async def test_a_position_that_a_standby_or_a_successor_has_given_is_never_refused(two: Two) -> None:
+    """Neither by an owner that does not know yet what is stored, nor by one that does not know of its successor.
+
+    The controls of both are in tests/topic/test_standby.py.
+    """
+    one, other = two.one.topic, two.other.topic
+    await two.load()
+    assert two.publishing
+    two.line.hold_answers()
+    await until(lambda: other.readable_index > one.confirmed_index)
+    position = await other.position_before(other.readable_index)
+    asked = [
+        asyncio.ensure_future(shown_end(one)),
+        asyncio.ensure_future(index_after(one, position)),
+    ]
+    await asyncio.sleep(0)
+    assert not any(each.done() for each in asked)
+    two.line.let_answers_through()
+    end, after = await asyncio.gather(*asked)
+    assert end > position.index
+    assert after == position.index + 1
+    two.publishing.cancel()
+    await asyncio.wait([two.publishing])
+    await one.flight.all_of_now()
+    # It is the owner, and proves that.
+    with pytest.raises(PositionError, match="POSITION_AFTER_END"):
+        await check_index(one, one.confirmed_index + 1)
+    # From here on it hears nothing, and has nothing in flight.
+    two.line.hold_answers()
+    two.leave(two.one)
+    await until(lambda: other.state is State.SERVING)
+    index = other.confirmed_index + 30
+    await two.publisher.publish(index)
+    position = await other.position_before(index)
+    assert one.is_serving
+    asking = asyncio.ensure_future(index_after(one, position))
+    await until(lambda: len(one.flight) == 1)
+    assert not asking.done()
+    two.line.let_answers_through()
+    with pytest.raises(UnavailableError):
+        await asking
+    await until(lambda: one.state is State.STANDBY)
+    assert await index_after(other, position) == index
 
 
 async def test_an_owner_that_is_well_keeps_a_topic_that_is_unloaded(two: Two, cluster: Cluster, topic: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from broker_sidecar.services import read_service
+from broker_sidecar.services.read_service import ReadService
 from seqdedupe.core.rule import PERSISTED
 from seqdedupe.errors import OutcomeUnknownError, PositionError, SeqdedupeError, UnavailableError
 from seqdedupe.format.headers import TOKEN_BYTES
+from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
 from seqdedupe.store.snapshots import Snapshots
 from seqdedupe.testing import LAST_RESORT_SECONDS
@@ -22,8 +25,9 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.operations import message_state, open_sessions, reset_producer
 from seqdedupe.topic.owner import FIRST_SECONDS, LONGEST_SECONDS, KeepingAway
 from seqdedupe.topic.policy import Applied
-from seqdedupe.topic.readers import check_index, end_index, index_after, read_on
+from seqdedupe.topic.readers import check_index, end_index, index_after, read_on, shown_end
 from seqdedupe.topic.topic import Topic, state_again
+from seqdedupe.v1 import read_pb2
 from tests.log.faulty import FaultyLog, Storage
 from tests.topic.publisher import FRAME_ROWS, Publisher, stored
 
@@ -82,6 +86,10 @@ class Two:
         await self.one.topic.recover()
         await self.other.topic.recover()
 
+    def know_each_other(self) -> None:
+        """What one has replayed is certain, as in a topic of Pulsar's."""
+        self.one.log.replays_what_is_certain = self.other.log.replays_what_is_certain = True
+
     async def with_frames_in_flight(self) -> "asyncio.Task[None]":
         """The owner has at least ten frames in flight, of which nothing comes by itself; their publisher goes on."""
         publishing = asyncio.ensure_future(self.publisher.publish(1000))
@@ -90,6 +98,19 @@ class Two:
         await asyncio.sleep(0)
         await until(lambda: self.one.log.in_flight >= 10)
         return publishing
+
+    async def with_a_message_that_its_owner_does_not_know(self) -> "tuple[asyncio.Task[None], Position]":
+        """A standby has read it, and the owner has frames in flight; their publisher goes on."""
+        self.know_each_other()
+        publishing = await self.with_frames_in_flight()
+        self.one.log.store(2)
+        await until(lambda: self.other.topic.readable_index == self.one.topic.confirmed_index + 2 * FRAME_ROWS)
+        return publishing, await self.other.topic.position_before(self.other.topic.readable_index)
+
+    def go_on(self) -> None:
+        """The owner's log reports everything, and goes on by itself."""
+        self.one.log.automatic = True
+        self.one.log.settle()
 
     async def hand_over(self, lands: int | None) -> None:
         """The owner loses its place, and hears of it only when the other one has it, who does not know what lands."""
@@ -167,11 +188,8 @@ async def test_an_owner_does_not_refuse_the_position_of_a_message_that_it_does_n
     standbys: Two,
 ) -> None:
     """A standby, which reads the log, has already shown it."""
-    publishing = await standbys.with_frames_in_flight()
-    one, other = standbys.one.topic, standbys.other.topic
-    standbys.one.log.store(2)
-    await until(lambda: other.readable_index == one.confirmed_index + 2 * FRAME_ROWS)
-    position = await other.position_before(other.readable_index)
+    publishing, position = await standbys.with_a_message_that_its_owner_does_not_know()
+    one = standbys.one.topic
     asked = [
         asyncio.ensure_future(index_after(one, position)),
         asyncio.ensure_future(index_after(one, position._replace(ownership=0, message_id=None))),
@@ -180,12 +198,139 @@ async def test_an_owner_does_not_refuse_the_position_of_a_message_that_it_does_n
     beyond = asyncio.ensure_future(check_index(one, 2000))
     await asyncio.sleep(0)
     assert not any(each.done() for each in (*asked, beyond))
-    standbys.one.log.automatic = True
-    standbys.one.log.settle()
+    standbys.go_on()
     assert await asyncio.gather(*asked) == [position.index + 1, position.index + 1, None]
     with pytest.raises(PositionError, match="POSITION_AFTER_END"):
         await beyond
     await publishing
+
+
+@pytest.fixture
+def reading(standbys: Two, monkeypatch: pytest.MonkeyPatch) -> ReadService:
+    """The service of `one`."""
+
+    async def topic_of_one(*_: object) -> Topic:
+        return standbys.one.topic
+
+    monkeypatch.setattr(read_service, "find", topic_of_one)
+    nothing: Any = None
+    return ReadService(nothing, nothing, nothing)
+
+
+async def test_the_end_is_not_before_what_a_standby_has_shown(standbys: Two, reading: ReadService) -> None:
+    """By the answer, clients that read up to the end judge whether it is lost. A wait that is cancelled leaves nothing;
+    what is appended after the question is not waited for."""
+    publishing, position = await standbys.with_a_message_that_its_owner_does_not_know()
+    log, request = standbys.one.log, read_pb2.GetLastMessageIdRequest(topic="t")
+    asking = [asyncio.ensure_future(reading._get_last_message_id(request)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(one.done() for one in asking)
+    asking[1].cancel()
+    await asyncio.wait([asking[1]])
+    then = log.in_flight
+    log.report()
+    await until(lambda: log.in_flight > then)
+    log.settle(then - 1)
+    await asyncio.sleep(0)
+    assert not asking[0].done()
+    log.settle(1)
+    last = Position.from_proto((await asking[0]).last)
+    assert log.in_flight > 0
+    assert last.index >= position.index
+    standbys.go_on()
+    await publishing
+
+
+@pytest.mark.parametrize("ends", ["moves", "fails", "closes"])
+async def test_nobody_says_where_a_topic_ends_if_what_was_in_flight_has_no_outcome(standbys: Two, ends: str) -> None:
+    publishing, position = await standbys.with_a_message_that_its_owner_does_not_know()
+    one = standbys.one
+    asking = [asyncio.ensure_future(shown_end(one.topic)), asyncio.ensure_future(index_after(one.topic, position))]
+    await asyncio.sleep(0)
+    if ends == "moves":
+        standbys.other.log.hears_of_more = False
+        one.log.lose_place(0, report=False)
+        await standbys.other.until(State.SERVING)
+        one.log.automatic = True
+        one.log.report()
+    elif ends == "fails":
+        one.log.opening_allowed.clear()
+        one.log.unknown(None)
+        assert one.topic.state is State.RECOVERING
+        one.log.automatic = True
+        one.log.opening_allowed.set()
+    else:
+        await one.topic.close("")
+    found = await asyncio.gather(*asking, return_exceptions=True)
+    reason = {"moves": "NOT_OWNER", "fails": "RECOVERING", "closes": "DRAINING"}[ends]
+    assert [getattr(e, "reason", e) for e in found] == [reason, reason]
+    if ends == "closes":
+        publishing.cancel()
+        await asyncio.wait([publishing])
+    else:
+        await publishing
+
+
+async def refusal(asked: Awaitable[object]) -> str:
+    with pytest.raises(SeqdedupeError) as caught:
+        await asked
+    return caught.value.reason
+
+
+@pytest.mark.parametrize("is_standby_again", [False, True])
+async def test_a_former_owner_does_not_refuse_the_position_of_its_successors_message(
+    standbys: Two, is_standby_again: bool
+) -> None:
+    """It does not know that there is one, as long as it appends nothing."""
+    standbys.know_each_other()
+    one, other = standbys.one, standbys.other
+    await standbys.publisher.publish(20)
+    one.log.lose_place(0, report=False)
+    await other.until(State.SERVING)
+    await Publisher("q", lambda: (other.topic,)).publish(5)
+    position = await other.topic.position_before(other.topic.readable_index)
+    assert one.topic.state is State.SERVING
+    asked = [asyncio.ensure_future(work) for work in (index_after(one.topic, position), check_index(one.topic, 24))]
+    await until(lambda: one.log.dropped == 1)
+    assert not any(each.done() for each in asked)
+    if not is_standby_again:
+        # It has the topic again before it learns that it had lost it.
+        await other.close()
+    one.log.report()
+    if is_standby_again:
+        assert [await refusal(each) for each in asked] == ["NOT_OWNER", "NOT_OWNER"]
+    else:
+        assert await asyncio.gather(*asked) == [position.index + 1, None]
+
+
+async def test_an_owner_proves_that_it_is_one_with_few_records(standbys: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, "PROVE_SECONDS", 0.2)
+    standbys.know_each_other()
+    topic, log, storage = standbys.one.topic, standbys.one.log, standbys.storage
+    await standbys.publisher.publish(20)
+    await topic.flight.all_of_now()
+    log.automatic = False
+    await asyncio.sleep(0)
+    stored = len(storage.records)
+    # All who ask before the record is written share it.
+    asked = [asyncio.ensure_future(check_index(topic, index)) for index in range(21, 40)]
+    await until(lambda: log.in_flight == 1)
+    late = asyncio.ensure_future(check_index(topic, 21))
+    await asyncio.sleep(0)
+    log.settle()
+    assert {await refusal(each) for each in asked} == {"POSITION_AFTER_END"}
+    assert len(storage.records) == stored + 1
+    # Who asks later needs another one, which is not due. What is published serves as well.
+    await asyncio.sleep(0)
+    assert not late.done()
+    assert log.in_flight == 0
+    log.automatic = True
+    await Publisher("q", lambda: (topic,)).publish(1)
+    assert topic.confirmed_index == 21
+    await late
+    assert len(storage.records) == stored + 3
+    # Who reads the log goes on behind it.
+    await until(lambda: standbys.other.topic.confirmed_index == 21)
 
 
 async def test_who_is_shut_out_ends_what_is_under_way_and_the_other_one_goes_on(two: Two) -> None:
