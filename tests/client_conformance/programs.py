@@ -76,8 +76,9 @@ GO_CLIENT = Compiled(
 )
 
 # The folder is separate, because `make java-client` or `mvn clean` may run at the same time. The class path is next to
-# the classes: who removes the classes also removes it. The first command runs all plugins of the second one, but compiles
-# no class. So the second one needs no network. `dependency:go-offline` would fetch neither all that plugins need nor protoc.
+# the classes: who removes the classes also removes it. The first command runs all plugins of the second one, but
+# compiles no class. So the second one needs no network. `dependency:go-offline` does not fetch protoc, nor all that
+# plugins need.
 _MAVEN = ["mvn", "-B", "-q", f"-Dbuild.folder={_JAVA_FOLDER}"]
 JAVA_CLIENT = Compiled(
     JDK,
