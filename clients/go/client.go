@@ -320,7 +320,8 @@ func (c *Client) call(ctx context.Context, topic string, isLook bool, do method)
 		}
 		isExpiry := e.Reason == "TOKEN_EXPIRED" && !hasExpired
 		hasExpired = hasExpired || isExpiry
-		stays := e.Reason == "RECOVERING" || isExpiry
+		// A change waits where it may have begun.
+		stays := isExpiry || e.Reason == "RECOVERING" && !isLook
 		if !stays && !isLook && !passes(e) && !neverSent(e) {
 			if isLost(e) {
 				return errorf("OUTCOME_UNKNOWN", "the call may have taken effect: %s", e.Message).with(e)

@@ -596,7 +596,7 @@ func (p *Producer) take(s *seat, answer *pb.PublishStreamResponse, receipts []*p
 			return why
 		}
 		q.refused(r.Frame, why)
-		if why.Reason == "NOT_OWNER" {
+		if why.Reason == "NOT_OWNER" || p.route.hasLasted(why) {
 			return why // the session resumes at the owner
 		}
 	}

@@ -403,7 +403,7 @@ func (p *Publisher) take(s *seat, answer *pb.PublishStreamResponse, receipts []*
 		// What was in flight when the owner changed, or the log failed, may be stored.
 		one.isUncertain = one.isUncertain || why.Reason == "NOT_OWNER" || why.Reason == "OUTCOME_UNKNOWN"
 		p.ready = append(p.ready, one)
-		if passes(why) {
+		if passes(why) || p.route.hasLasted(why) {
 			moved = why
 			continue
 		}

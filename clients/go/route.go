@@ -1,12 +1,14 @@
 package seqdedupe
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"net/netip"
 	"regexp"
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 )
 
 // sidecars are the sidecars in front of one log: the addresses that the client tries, and the domains to whose hosts a
@@ -131,6 +133,9 @@ const (
 	// maxReturns is the number of times, until a success, that the client returns to a sidecar that another sidecar
 	// names as the owner: the topic is moving between the two.
 	maxReturns = 5
+	// longestRefusal is the time of errors that may last (see mayLast) after which the client asks every other sidecar
+	// once before it waits for the same sidecar again. A recovery usually takes less time.
+	longestRefusal = 10 * time.Second
 )
 
 // A route is the sidecar to ask now for a topic. The client asks all sidecars once in a round. If a sidecar names the
@@ -145,6 +150,8 @@ type route struct {
 	older     map[string]bool   // the sidecars with a lower term, since the last answer of newest
 	redirects int
 	returns   int
+	refusedAt time.Time // the first error that may last since the last success
+	waitedAt  string    // the sidecar whose errors lasted, in a round that this began
 	over      bool
 }
 
@@ -157,6 +164,9 @@ func newRoute(s *sidecars, topic string) *route {
 
 func (r *route) beginRound() {
 	r.asked, r.redirects, r.over = map[string]*Error{}, 0, false
+	if r.waitedAt != "" {
+		r.waitedAt, r.refusedAt = "", time.Time{}
+	}
 }
 
 // passes reports whether this error usually passes soon, because a topic is moving.
@@ -173,8 +183,13 @@ func (r *route) movesOn(why *Error) bool {
 	case "NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN",
 		"UNTRUSTED_LISTENER":
 	default:
-		r.over = true
-		return false
+		if !r.hasLasted(why) {
+			r.over = true
+			return false
+		}
+		if r.waitedAt == "" {
+			r.waitedAt = r.address
+		}
 	}
 	owner := ""
 	if why.Reason == "NOT_OWNER" {
@@ -189,6 +204,27 @@ func (r *route) movesOn(why *Error) bool {
 	return !r.over
 }
 
+// mayLast reports whether the client waits because of this error, although another sidecar may serve the topic.
+func mayLast(e *Error) bool {
+	switch e.Reason {
+	case "RECOVERING", "LOG_REFUSED", "LOG_UNREADABLE", "STORE_UNAVAILABLE", "TOO_MANY_STREAMS":
+		return true
+	}
+	return false
+}
+
+// hasLasted reports whether the client has waited long enough at address because of this error, of a call or a frame:
+// the next step is movesOn, which asks other sidecars.
+func (r *route) hasLasted(why *Error) bool {
+	if !mayLast(why) || r.sidecars.isOne() {
+		return false
+	}
+	if r.refusedAt.IsZero() {
+		r.refusedAt = time.Now()
+	}
+	return time.Since(r.refusedAt) >= longestRefusal
+}
+
 func (r *route) following(owner string) (address string, over bool) {
 	if owner != "" && r.asked[owner] == nil && r.redirects < maxRedirects {
 		r.redirects++
@@ -199,7 +235,7 @@ func (r *route) following(owner string) (address string, over bool) {
 			return address, false
 		}
 	}
-	return r.order[0], true
+	return cmp.Or(r.waitedAt, r.order[0]), true
 }
 
 // doubted converts an error of the sidecar at address: a topic that one sidecar does not know may be moving to it. The
@@ -254,7 +290,7 @@ func (r *route) believed(e *Error, term, highest int64) *Error {
 // passing reports whether a sidecar asked in this round has returned an error that usually passes soon.
 func (r *route) passing() bool {
 	for _, e := range r.asked {
-		if passes(e) && !r.sidecars.isOne() {
+		if e.Reason == "RECOVERING" || passes(e) && !r.sidecars.isOne() {
 			return true
 		}
 	}
@@ -263,6 +299,7 @@ func (r *route) passing() bool {
 
 // goesWell records a successful call to the sidecar at address.
 func (r *route) goesWell() {
+	r.refusedAt = time.Time{}
 	if len(r.asked) == 0 && len(r.unknownTo) == 0 {
 		return
 	}

@@ -298,9 +298,11 @@ async def call(
     method: Callable[..., Awaitable[M]],
     request: object,
     timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+    *,
+    waits: bool = True,
 ) -> M:
-    """Make a unary call over this channel. After RECOVERING, the function repeats the call after the delay in the
-    answer. After TOKEN_EXPIRED, it repeats the call once with the current token.
+    """Make a unary call over this channel. If `waits` is true, the function repeats the call after RECOVERING, after
+    the delay in the answer. After TOKEN_EXPIRED, it repeats the call once with the current token.
 
     Raises the reason of a refusal, and RECOVERING if the topic's recovery takes longer than CALL_TIMEOUT_SECONDS.
     """
@@ -314,7 +316,7 @@ async def call(
                 return await answer_of(channel, method, request, timeout_seconds)
         except UnavailableError as e:
             delay_seconds = max(e.retry_delay_ms / 1000, _SHORTEST_DELAY_SECONDS)
-            helps = e.reason == "RECOVERING" or (e.reason == "TOKEN_EXPIRED" and not has_expired)
+            helps = (e.reason == "RECOVERING" and waits) or (e.reason == "TOKEN_EXPIRED" and not has_expired)
             if not helps or loop.time() + delay_seconds > give_up_at:
                 raise
             has_expired = e.reason == "TOKEN_EXPIRED"
@@ -581,11 +583,13 @@ class ClientCalls:
 
         Raises the errors of `at`, and RECOVERING if the recovery takes longer than CALL_TIMEOUT_SECONDS.
         """
+        is_look = type(request).__name__.startswith(_LOOKS)
 
         def act(connection: SidecarConnection) -> Awaitable[M]:
-            return call(connection.address, connection.channel, method(connection), request, timeout_seconds)
+            # `at` repeats a look, because another sidecar may serve the topic. A change waits where it may have begun.
+            how, waits = method(connection), not is_look
+            return call(connection.address, connection.channel, how, request, timeout_seconds, waits=waits)
 
-        is_look = type(request).__name__.startswith(_LOOKS)
         return await self.at(getattr(request, "topic", ""), act, is_look=is_look)
 
     async def at(self, topic: str, act: Callable[[SidecarConnection], Awaitable[T]], *, is_look: bool) -> T:
@@ -593,7 +597,8 @@ class ClientCalls:
         times. If `act` makes changes (`is_look` is false), it runs again only if the earlier attempt has certainly
         changed nothing.
 
-        While no sidecar owns the topic, wait for at most CALL_TIMEOUT_SECONDS. Raises the reason of a refusal.
+        While no sidecar owns the topic, or a look finds that the topic recovers, wait for at most CALL_TIMEOUT_SECONDS.
+        Raises the reason of a refusal.
         """
         route = Route(self._sidecars, topic, first=self._found_at.get(topic))
         backoff = Backoff(_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS)

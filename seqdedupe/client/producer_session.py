@@ -417,7 +417,7 @@ class Session:
             self._resumed_in_vain = True
             raise why
         self.queue.refused(frame, why)
-        if why.reason == "NOT_OWNER":
+        if why.reason == "NOT_OWNER" or self._route.has_lasted(why):
             raise why  # the session resumes at the owner
         if isinstance(self.queue.last_refusal, UnavailableError):
             self._waiting.waits(self.queue.last_refusal)

@@ -447,6 +447,8 @@ class Delivery:
                 else:
                     del self._out[refusal.frame]
                     self._refused(call, why)
+                    if self._route.has_lasted(why):
+                        moved = why
         if not self._out:
             # a suspect frame may wait for this answer, or other frames may wait for the suspect's answer
             self._news.set()

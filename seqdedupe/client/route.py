@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
+from time import monotonic
 from typing import NamedTuple, Self
 
 from seqdedupe.address import SidecarAddress
@@ -172,6 +173,15 @@ _LEADS_ELSEWHERE = {"NOT_OWNER", "DRAINING", "UNREACHABLE", "TLS_FAILED", "NOT_A
 """The reasons after which the client asks another sidecar. When all other sidecars were asked, the client asks the same
 sidecar again, after a pause."""
 
+LONGEST_REFUSAL_SECONDS = 10.0
+"""After errors of `_MAY_LAST` for this time without a success, the client asks every other sidecar once before it waits
+for the same sidecar again. A recovery usually takes less time. Asking other sidecars during each recovery would move
+topics: a sidecar that is asked for a topic without an owner becomes the owner."""
+
+_MAY_LAST = {"RECOVERING", "LOG_REFUSED", "LOG_UNREADABLE", "STORE_UNAVAILABLE", "TOO_MANY_STREAMS"}
+"""The reasons for which the client waits, although another sidecar may serve the topic. Other reasons for which the
+client waits come from the topic's owner, which is busy, or from the client."""
+
 _IS_DOUBTED = {"TOPIC_NOT_FOUND", "NO_STATE"}
 """The reasons that may be true only for this sidecar, not for the topic."""
 
@@ -188,7 +198,8 @@ class Route:
 
     The client asks the sidecars in the topic's order, each once in a round. If a sidecar names the owner, the client
     asks the owner before the next sidecar in the list. After a round the client waits. Then it begins again with the
-    first sidecar, or with a sidecar that was already asked but has been named as the owner.
+    first sidecar, or with a sidecar that was already asked but has been named as the owner. While a sidecar recovers,
+    the client waits for this sidecar. After LONGEST_REFUSAL_SECONDS, a round follows, and the client waits there again.
     """
 
     def __init__(self, sidecars: Sidecars, topic: str = "", *, first: SidecarAddress | None = None) -> None:
@@ -205,6 +216,8 @@ class Route:
         self._older: set[SidecarAddress] = set()  # the sidecars with a lower term, since the last answer of `_newest`
         self._redirects = 0
         self._returns = 0  # since the last success
+        self._refused_since: float | None = None  # the first error of _MAY_LAST since the last success
+        self._waited_at: SidecarAddress | None = None  # the sidecar whose errors lasted, in a round that this began
         self._is_over = False  # whether the round is over
         self._ignored = ""
 
@@ -221,7 +234,9 @@ class Route:
         self._asked.add(self.address)
         self._said.pop(self.address, None)
         self._said[self.address] = why
-        if why.reason not in _LEADS_ELSEWHERE:
+        if self.has_lasted(why):
+            self._waited_at = self._waited_at or self.address
+        elif why.reason not in _LEADS_ELSEWHERE:
             self._is_over = True
             return False
         owner = self._owner(why)
@@ -231,8 +246,17 @@ class Route:
             return False
         following = self._following(owner)
         self._is_over = following is None
-        self.address = following or self._order[0]
+        self.address = following or self._waited_at or self._order[0]
         return not self._is_over
+
+    def has_lasted(self, why: SeqdedupeError) -> bool:
+        """Return whether the client has waited long enough at `address` because of this error, of a call or a frame.
+        Then the next step is to ask other sidecars: `moves_on` does so. The time begins with the first such error."""
+        if why.reason not in _MAY_LAST or self.is_one:
+            return False
+        now = monotonic()
+        self._refused_since = self._refused_since or now
+        return now - self._refused_since >= LONGEST_REFUSAL_SECONDS
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:
         """Convert an error of the sidecar at `address`. If a sidecar does not know the topic, the topic may still be
@@ -276,6 +300,7 @@ class Route:
     def goes_well(self) -> None:
         """Record a successful call to the sidecar at `address`. After the next error, all sidecars may be asked
         again."""
+        self._refused_since = None
         if self._said or self._unknown_to:
             self._said.clear()
             self._unknown_to.clear()
@@ -287,11 +312,14 @@ class Route:
         self._asked.clear()
         self._redirects = 0
         self._is_over = False
+        if self._waited_at is not None:
+            self._waited_at = self._refused_since = None
 
     @property
     def passes(self) -> bool:
         """Whether a sidecar asked in this round has returned an error that is likely to pass soon."""
-        return not self.is_one and any(self._said[address].reason in _PASSES for address in self._asked)
+        passing = {"RECOVERING"} if self.is_one else _PASSES | {"RECOVERING"}
+        return any(self._said[address].reason in passing for address in self._asked)
 
     def told(self) -> UnavailableError:
         """Return one error that contains the messages of all sidecars asked since the last success. The reason of the

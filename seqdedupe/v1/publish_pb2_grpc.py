@@ -104,7 +104,10 @@ class PublishServiceStub(object):
     refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
     its configuration names the address or the address's domain, because the client sends its credentials there. The
     client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
-    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one. While a sidecar
+    refuses with `RECOVERING`, the client waits for this sidecar. After ten seconds without a success, it asks every other
+    address once, and then waits there again: another sidecar may own the topic meanwhile. It must not ask earlier, because
+    a sidecar that is asked for a topic without an owner becomes the owner.
 
     Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
     `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.
@@ -217,7 +220,10 @@ class PublishServiceServicer(object):
     refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
     its configuration names the address or the address's domain, because the client sends its credentials there. The
     client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
-    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one. While a sidecar
+    refuses with `RECOVERING`, the client waits for this sidecar. After ten seconds without a success, it asks every other
+    address once, and then waits there again: another sidecar may own the topic meanwhile. It must not ask earlier, because
+    a sidecar that is asked for a topic without an owner becomes the owner.
 
     Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
     `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.
@@ -371,7 +377,10 @@ class PublishService(object):
     refusal). The client connects to this address and resumes its sessions with their epochs (duty 5). It does so only if
     its configuration names the address or the address's domain, because the client sends its credentials there. The
     client must not follow such addresses for ever: after a round in which no sidecar served the topic, the client waits,
-    and begins again with the first address. If a sidecar does not answer, the client tries the next one.
+    and begins again with the first address. If a sidecar does not answer, the client tries the next one. While a sidecar
+    refuses with `RECOVERING`, the client waits for this sidecar. After ten seconds without a success, it asks every other
+    address once, and then waits there again: another sidecar may own the topic meanwhile. It must not ask earlier, because
+    a sidecar that is asked for a topic without an owner becomes the owner.
 
     Errors of calls have a `google.rpc.ErrorInfo` (domain `seqdedupe`, a stable reason, numbers as metadata), and a
     `google.rpc.RetryInfo` if another attempt may succeed. docs/reference/errors.md lists the reasons.

@@ -5,12 +5,14 @@ import logging
 import pytest
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client.route import MAX_REDIRECTS, MAX_RETURNS, Route, Sidecars
+from seqdedupe.client import route as route_module
+from seqdedupe.client.route import LONGEST_REFUSAL_SECONDS, MAX_REDIRECTS, MAX_RETURNS, Route, Sidecars
 from seqdedupe.errors import OutcomeUnknownError, UnavailableError, error
 
 LISTED = Sidecars.parse("a:1,b:1,c:1")
 WITH_DOMAIN = Sidecars.parse("a:1,*.svc")
 ELSEWHERE = ["NOT_OWNER", "UNREACHABLE", "OUTCOME_UNKNOWN", "DRAINING"]
+LASTING = ["RECOVERING", "LOG_REFUSED", "LOG_UNREADABLE", "STORE_UNAVAILABLE", "TOO_MANY_STREAMS"]
 LATER = ["RECOVERING", "LOG_REFUSED", "QUEUE_FULL", "TOO_MANY_STREAMS", "STREAM_IDLE", "OUT_OF_MEMORY"]
 
 
@@ -48,7 +50,7 @@ def test_one_sidecar_is_the_only_one_whatever_it_says(reason: str) -> None:
     route = Route(Sidecars.parse("a:1"))
     assert route.is_one
     assert steps(route, *[why(reason, owner_address="b:1")] * 3) == ["a:1*"] * 3
-    assert not route.passes
+    assert route.passes is (reason == "RECOVERING")
 
 
 def test_a_topic_has_an_order_of_its_own() -> None:
@@ -61,6 +63,61 @@ def test_a_topic_has_an_order_of_its_own() -> None:
 def test_the_owner_comes_before_the_list() -> None:
     assert steps(Route(LISTED), owner("c:1"), why(), why()) == ["c:1", "b:1", "a:1*"]
     assert steps(Route(LISTED), owner("C:01"), why("UNREACHABLE")) == ["c:1", "b:1"]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time that passes for a route."""
+    now = [5.0]
+    monkeypatch.setattr(route_module, "monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize("reason", LASTING)
+def test_others_are_asked_once_when_one_has_recovered_for_long(reason: str, clock: list[float]) -> None:
+    """Again and again, and from wherever it waits, which need not be the first in the list."""
+    route = Route(LISTED, first=LISTED.addresses[1])
+    for _ in range(3):
+        assert steps(route, why(reason)) == ["b:1*"]
+        clock[0] += LONGEST_REFUSAL_SECONDS - 1
+        assert steps(route, why(reason)) == ["b:1*"]
+        assert not route.has_lasted(why(reason))
+        clock[0] += 1
+        assert route.has_lasted(why(reason))
+        assert steps(route, why(reason), owner("b:1"), why(reason)) == ["a:1", "c:1", "b:1*"]
+    assert route.passes
+
+
+def test_who_serves_is_found_although_another_one_recovers(clock: list[float]) -> None:
+    """Also at an address that only another sidecar knows. Then the time begins again."""
+    route = Route(Sidecars.parse("a:1,b:1,*.svc"))
+    steps(route, why("RECOVERING"))
+    clock[0] += LONGEST_REFUSAL_SECONDS
+    assert steps(route, why("RECOVERING"), owner("c.svc:1")) == ["b:1", "c.svc:1"]
+    route.goes_well()
+    assert steps(route, why("RECOVERING")) == ["c.svc:1*"]
+    assert not route.has_lasted(why("RECOVERING"))
+
+
+def test_refused_frames_count_as_calls_do(clock: list[float]) -> None:
+    route = Route(LISTED)
+    assert not route.has_lasted(why("RECOVERING"))
+    clock[0] += LONGEST_REFUSAL_SECONDS
+    assert steps(route, why("RECOVERING")) == ["b:1"]
+    route.goes_well()
+    assert not route.has_lasted(why("RECOVERING"))
+    route.goes_well()
+    clock[0] += LONGEST_REFUSAL_SECONDS
+    assert not route.has_lasted(why("RECOVERING"))
+
+
+@pytest.mark.parametrize("reason", sorted({*LATER} - {*LASTING}))
+def test_a_busy_owner_is_waited_for_however_long_it_takes(reason: str, clock: list[float]) -> None:
+    route = Route(LISTED)
+    for _ in range(3):
+        assert steps(route, why(reason)) == ["a:1*"]
+        clock[0] += LONGEST_REFUSAL_SECONDS
+        assert not route.has_lasted(why(reason))
 
 
 def test_two_that_name_each_other_are_asked_again_before_a_third_one_is() -> None:

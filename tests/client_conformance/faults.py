@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from seqdedupe.address import SidecarAddress
-from seqdedupe.client import Verdict
+from seqdedupe.client import Verdict, route
 from seqdedupe.client.pending import InFlightBatch, PendingBatch, ReceiptColumns
 from seqdedupe.client.producer_session import Session
 from seqdedupe.client.publish_calls import Openings, StreamAnswer
 from seqdedupe.client.publisher import _Call
 from seqdedupe.client.reader import Reader
-from seqdedupe.client.route import Sidecars
+from seqdedupe.client.route import Route, Sidecars
 from seqdedupe.client.send_queue import SendQueue
 from seqdedupe.client.stream import PublishStream
 from seqdedupe.errors import NEVER, SeqdedupeError
@@ -120,6 +120,16 @@ def follows_any_address() -> None:
     Sidecars.allowed = lambda self, text: SidecarAddress.parse(text)  # type: ignore[method-assign]
 
 
+def stays_where_a_topic_recovers() -> None:
+    """Another sidecar is asked only if this one says so, or is away."""
+    Route.has_lasted = lambda *_: False  # type: ignore[method-assign]
+
+
+def leaves_where_a_topic_recovers() -> None:
+    """Another sidecar is asked at once."""
+    route.LONGEST_REFUSAL_SECONDS = 0.0
+
+
 def heeds_lower_terms() -> None:
     """Answers of a sidecar that is not the owner any more count."""
     take = PublishStream._take
@@ -161,6 +171,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         repeats_frame_numbers,
         accepts_without_limit,
         follows_any_address,
+        stays_where_a_topic_recovers,
+        leaves_where_a_topic_recovers,
         heeds_lower_terms,
         believes_a_late_refusal,
         reads_a_message_again,

@@ -64,7 +64,7 @@ class Compiled(NamedTuple):
 
 
 _GO, _JAVA = ROOT / "clients" / "go", ROOT / "clients" / "java"
-_GO_PROGRAM = ROOT / "build" / "conformance" / "go"
+_GO_PROGRAM, _JAVA_FOLDER = (ROOT / "build" / "conformance" / language for language in ("go", "java"))
 
 GO_CLIENT = Compiled(
     GO,
@@ -75,14 +75,25 @@ GO_CLIENT = Compiled(
     _GO_PROGRAM,
 )
 
-# The class path is in the folder of the classes: who removes the classes also removes it.
+# The folder is separate, because `make java-client` or `mvn clean` may run at the same time. The class path is next to
+# the classes: who removes the classes also removes it. The first command runs all plugins of the second one, but
+# compiles no class. So the second one needs no network. `dependency:go-offline` does not fetch protoc, nor all that
+# plugins need.
+_MAVEN = ["mvn", "-B", "-q", f"-Dbuild.folder={_JAVA_FOLDER}"]
 JAVA_CLIENT = Compiled(
     JDK,
     _JAVA,
     [_JAVA / "pom.xml", _JAVA / "src", ROOT / "proto" / "seqdedupe"],
-    ["mvn", "-B", "-q", "dependency:build-classpath", "-Dmdep.outputFile=target/class-path"],
-    ["mvn", "-B", "-q", "test-compile"],
-    _JAVA / "target" / "class-path",
+    [
+        *_MAVEN,
+        "-Dmaven.main.skip",
+        "-Dmaven.test.skip",
+        f"-Dmdep.outputFile={_JAVA_FOLDER / 'class-path'}",
+        "test-compile",
+        "dependency:build-classpath",
+    ],
+    [*_MAVEN, "--offline", "test-compile"],
+    _JAVA_FOLDER / "class-path",
 )
 
 
@@ -93,7 +104,8 @@ def go_command() -> list[str]:
 
 def java_command() -> list[str]:
     """The command of the Java client's program, which is built if need be."""
-    path = ":".join(["target/classes", "target/test-classes", JAVA_CLIENT.ensure().read_text()])
+    class_path = JAVA_CLIENT.ensure().read_text()
+    path = ":".join([f"{_JAVA_FOLDER / 'classes'}", f"{_JAVA_FOLDER / 'test-classes'}", class_path])
     return ["java", *_BRIEF_JAVA, "-cp", path, "dev.seqdedupe.client.ConformanceProgram"]
 
 

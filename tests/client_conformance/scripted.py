@@ -387,8 +387,10 @@ class Scripted:
             frames.store(dup_up_to)
             left = left[len(frames.ids) :]
 
-    def play(self, answer: Callable[[Frames], None], *commands: Command) -> None:
-        """Answers each frame so, until these commands have their answers."""
+    def play(
+        self, answer: Callable[[Frames], None], *commands: Command, until: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Answers each frame so, until these commands have their answers, and `until` is true."""
 
         def is_done() -> bool:
             while not self._frames.empty():
@@ -396,7 +398,7 @@ class Scripted:
                 if not stream.has_ended:
                     answer(Frames(self, [(stream, frame)], came_at))
             self.check()
-            return all(command.answer is not None for command in commands)
+            return until() and all(command.answer is not None for command in commands)
 
         self.program.until(is_done, f"answers of {[command.what for command in commands]}")
 

@@ -75,6 +75,14 @@ REJECTS: dict[str, tuple[Callable[[Any], None], str]] = {
         _of_two(scenarios.test_nobody_goes_where_the_addresses_do_not_say),
         "sent to an address that the client was not given",
     ),
+    "stays-where-a-topic-recovers": (
+        _of_two(partial(scenarios.test_who_serves_is_found_when_another_one_recovers_for_long, most_seconds=12)),
+        "the client asks no other sidecar",
+    ),
+    "leaves-where-a-topic-recovers": (
+        _of_two(partial(scenarios.test_who_serves_is_found_when_another_one_recovers_for_long, most_seconds=12)),
+        "a recovery of seconds was not waited for",
+    ),
     "heeds-lower-terms": (
         scenarios.test_an_answer_of_a_lower_term_is_ignored,
         "was answered before its messages were decided",

@@ -1,11 +1,15 @@
 """How the programs of compiled clients are built: once, again when their sources change, and not without a compiler."""
 
+import fcntl
 import subprocess
 import threading
+import time
 from pathlib import Path
+from typing import IO
 
 import pytest
 
+from seqdedupe.testing import LAST_RESORT_SECONDS
 from tests.client_conformance.programs import Compiled
 from tests.tiers import Service
 
@@ -26,12 +30,30 @@ def builds(folder: Path) -> int:
     return len((folder / "log").read_text().splitlines()) if (folder / "log").exists() else 0
 
 
-def test_it_is_built_once_however_many_want_it(tmp_path: Path) -> None:
-    slow = f"until [ -e ../go ]; do :; done && {BUILD}"
+def test_it_is_built_once_however_many_want_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them are at it before the first build ends: they build, or wait for the lock."""
+    slow = f"echo begun >> ../begun && until [ -e ../go ]; do sleep 0.01; done && {BUILD}"
     program = compiled(tmp_path, slow)
-    wanting = [threading.Thread(target=program.ensure) for _ in range(3)]
+    lock = fcntl.flock
+    waiting: list[int] = []
+
+    def noted(file: IO[str], operation: int) -> None:
+        waiting.append(1)
+        lock(file, operation)
+        waiting.pop()
+
+    def at_it() -> int:
+        begun = tmp_path / "begun"
+        return len(waiting) + (len(begun.read_text().splitlines()) if begun.exists() else 0)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
+    wanting = [threading.Thread(target=program.ensure, daemon=True) for _ in range(3)]
     for thread in wanting:
         thread.start()
+    ends = time.monotonic() + LAST_RESORT_SECONDS
+    while at_it() < len(wanting) and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert at_it() == len(wanting)
     (tmp_path / "go").touch()
     for thread in wanting:
         thread.join()

@@ -10,7 +10,7 @@ import grpc
 import pytest
 
 from seqdedupe.v1 import publish_pb2
-from tests.client_conformance.lines import Command, Message, Program, numbered
+from tests.client_conformance.lines import PATIENCE_SECONDS, Command, Message, Program, numbered
 from tests.client_conformance.scripted import DUP, INCARNATION, NEVER, NOT_DUP, UNKNOWN, Frames, Scripted
 
 UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
@@ -515,6 +515,30 @@ def test_a_sidecar_that_is_away_is_passed_over(two: list[Scripted]) -> None:
     second.opening("p").answer()
     command.ok()
     stored(second, 1)
+
+
+@pytest.mark.parametrize("most_seconds", [PATIENCE_SECONDS])
+def test_who_serves_is_found_when_another_one_recovers_for_long(two: list[Scripted], most_seconds: float) -> None:
+    """After about ten seconds. If no other sidecar serves the topic, the client waits where it was."""
+    first, second = two
+    opened(first)
+    command, frames = sent(first, 1)
+    began = time.monotonic()
+    frames.refuse("RECOVERING", 1000)
+
+    def is_found() -> bool:
+        assert time.monotonic() < began + most_seconds, first.program.said("the client asks no other sidecar")
+        return second.opens_seen > 0
+
+    first.play(lambda frames: frames.refuse("RECOVERING", 1000), until=is_found)
+    assert time.monotonic() > began + 5, first.program.said("a recovery of seconds was not waited for")
+    second.opening("p").fail(UNAVAILABLE, "NOT_OWNER", 0, owner_address=first.address)
+    for _ in range(2):
+        first.opening("p").fail(UNAVAILABLE, "RECOVERING", 10)
+    first.opening("p").fail(UNAVAILABLE, "NOT_OWNER", 0, owner_address=second.address)
+    second.opening("p").answer()
+    second.take([1]).store()
+    assert command.receipts() == [(1, "NOT_DUP", 0)]
 
 
 # -- Deduplication IDs.

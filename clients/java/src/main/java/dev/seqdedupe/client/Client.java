@@ -351,7 +351,8 @@ public final class Client implements AutoCloseable {
             }
             boolean isExpiry = e.is("TOKEN_EXPIRED") && !hasExpired;
             hasExpired |= isExpiry;
-            boolean stays = e.is("RECOVERING") || isExpiry;
+            // A change waits where it may have begun.
+            boolean stays = isExpiry || (e.is("RECOVERING") && !isLook);
             if (!stays && !isLook && !Route.passes(e) && !e.isOfUnsentCall()) {
                 throw e.isOfConnection()
                         ? SeqdedupeException.of("OUTCOME_UNKNOWN", "the call may have taken effect: %s", e.getMessage()).because(e)

@@ -146,7 +146,7 @@ final class ProducerSession extends Sender {
         }
         queue.refused(frame, why);
         failFilling();
-        if (why.is("NOT_OWNER")) {
+        if (why.is("NOT_OWNER") || route.hasLasted(why)) {
             throw why; // the session resumes at the owner
         }
     }

@@ -128,7 +128,7 @@ final class PublisherSession extends Sender {
             }
             if (!why.isTemporary()) {
                 entry.giveUp(why);
-            } else if (Route.passes(why)) {
+            } else if (Route.passes(why) || route.hasLasted(why)) {
                 again(entry, 0);
                 elsewhere = why;
             } else {

@@ -5,6 +5,7 @@ import java.util.HashSet;
 import java.util.List;
 import java.util.Map;
 import java.util.Set;
+import java.util.concurrent.TimeUnit;
 
 /**
  * The sidecar to ask now for a topic. The client asks all sidecars once in a round. If a sidecar names the owner, the
@@ -16,6 +17,11 @@ final class Route {
     private static final int MAX_REDIRECTS = 5;
     /** How often, until a success, the client returns to a sidecar that another one names: the topic moves there. */
     private static final int MAX_RETURNS = 5;
+    /**
+     * After errors that may last for this time, the client asks every other sidecar once before it waits for the same
+     * sidecar again. A recovery usually takes less time.
+     */
+    private static final long LONGEST_REFUSAL_NS = TimeUnit.SECONDS.toNanos(10);
 
     private final Sidecars sidecars;
     private final List<String> order;
@@ -26,6 +32,8 @@ final class Route {
     private String newest; // the sidecar with the highest term so far
     private int redirects;
     private int returns;
+    private Long refusedSince; // in ns: the first error that may last since the last success
+    private String waitedAt; // the sidecar whose errors lasted, in a round that this began
     private boolean isOver;
 
     Route(Sidecars sidecars, String topic) {
@@ -47,6 +55,10 @@ final class Route {
         asked.clear();
         redirects = 0;
         isOver = false;
+        if (waitedAt != null) {
+            waitedAt = null;
+            refusedSince = null;
+        }
     }
 
     /** Whether the cause of this error usually passes soon, because a topic is moving. */
@@ -63,7 +75,9 @@ final class Route {
             beginRound();
         }
         asked.put(address, why);
-        if (!passes(why) && !why.is("UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN")) {
+        if (hasLasted(why)) {
+            waitedAt = waitedAt == null ? address : waitedAt;
+        } else if (!passes(why) && !why.is("UNREACHABLE", "TLS_FAILED", "NOT_A_SIDECAR", "OUTCOME_UNKNOWN")) {
             isOver = true;
             return false;
         }
@@ -82,8 +96,22 @@ final class Route {
         }
         String next = order.stream().filter(one -> !asked.containsKey(one)).findFirst().orElse(null);
         isOver = next == null;
-        address = isOver ? order.get(0) : next;
+        address = !isOver ? next : waitedAt != null ? waitedAt : order.get(0);
         return !isOver;
+    }
+
+    /**
+     * Whether the client has waited long enough at the address because of this error, of a call or a frame, although
+     * another sidecar may serve the topic. Then the next step is `movesOn`, which asks other sidecars.
+     */
+    boolean hasLasted(SeqdedupeException why) {
+        boolean mayLast = why.is("RECOVERING", "LOG_REFUSED", "LOG_UNREADABLE", "STORE_UNAVAILABLE", "TOO_MANY_STREAMS");
+        if (!mayLast || sidecars.isOne()) {
+            return false;
+        }
+        long now = System.nanoTime();
+        refusedSince = refusedSince == null ? now : refusedSince;
+        return now - refusedSince >= LONGEST_REFUSAL_NS;
     }
 
     /**
@@ -133,11 +161,12 @@ final class Route {
 
     /** Whether a sidecar asked in this round has returned an error that usually passes soon. */
     boolean isPassing() {
-        return !sidecars.isOne() && asked.values().stream().anyMatch(Route::passes);
+        return asked.values().stream().anyMatch(e -> e.is("RECOVERING") || (passes(e) && !sidecars.isOne()));
     }
 
     /** Records a successful call. */
     void goesWell() {
+        refusedSince = null;
         unknownTo.clear();
         returns = 0;
         beginRound();
