@@ -167,12 +167,15 @@ async def test_what_a_task_waits_for_is_told_from_the_outermost_call() -> None:
 HANGING_TEST = f"""
 import asyncio, signal, subprocess, sys
 
+from tests.processes import running
+
+
 async def test_that_hangs():
     command = [sys.executable, "-c", {REGISTERED!r}]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    child.stdout.readline()
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    await asyncio.Event().wait()
+    with running(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
+        child.stdout.readline()
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        await asyncio.Event().wait()
 """
 
 
