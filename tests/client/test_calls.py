@@ -234,6 +234,28 @@ async def test_what_changes_something_is_not_done_twice(fakes: list[FakeSidecar]
     assert asked == ["GetTopic", "GetVersion"]
 
 
+async def test_a_look_goes_on_where_a_topic_does_not_recover(
+    fakes: list[FakeSidecar], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But not at once: only after it was repeated there for a while."""
+    first, second = fakes
+    recovering = Refused(grpc.StatusCode.UNAVAILABLE, "RECOVERING", 10)
+    asked: list[FakeSidecar] = []
+
+    def recovers(_: str) -> bytes:
+        asked.append(first)
+        if len(asked) == 3:
+            monkeypatch.setattr(route, "LONGEST_REFUSAL_SECONDS", 0)
+        raise recovering
+
+    first.on_unary = recovers
+    second.on_unary = lambda _: SOMETHING
+    async with Client(f"{first.address},{second.address}") as client:
+        client._calls._found_at["persistent://public/default/t"] = client._sidecars.addresses[0]
+        await client.admin.topic("t")
+    assert len(asked) == 3
+
+
 async def test_what_certainly_was_not_sent_is_sent_to_the_next(fakes: list[FakeSidecar]) -> None:
     """The control arm of the test before: the first one is not there."""
     second = fakes[1]
