@@ -243,6 +243,7 @@ class _FrameStream:
         self._when_durable = self._is_durable if is_early else None
         self._tells_durable = False
         """Whether rows with an early receipt have become durable since the last response."""
+        self._durable_index = 0
         self.news = asyncio.Event()
 
     async def take_all(self, frames: list[tuple[int, bytes]]) -> int:
@@ -355,8 +356,11 @@ class _FrameStream:
             taken.append(self.unsent.popleft())
             size += len(taken[-1])
         topic = self.topic
+        if topic.knows_its_end:
+            # Otherwise the log may show messages of another owner, which that owner does not know yet.
+            self._durable_index = topic.confirmed_index
         incarnation, term, durable_index = wire.STATE_TAGS
-        state = (incarnation, topic.incarnation, term, topic.term, durable_index, topic.confirmed_index)
+        state = (incarnation, topic.incarnation, term, topic.term, durable_index, self._durable_index)
         taken.append(wire.STATE.pack(*state))
         return b"".join(taken), size
 

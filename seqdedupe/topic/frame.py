@@ -611,10 +611,12 @@ class Flight:
         """The number of items that have settled: the first `settled` items that were ever added."""
         return self._ever - len(self._admitted)
 
-    async def all_of_now(self) -> None:
-        """Wait until everything that is in flight now has settled."""
+    async def all_of_now(self, check: Callable[[], None] = lambda: None) -> None:
+        """Wait until everything that is in flight now has settled. An error of `check`, which is called before each
+        wait, ends the wait."""
         last = self._ever
         while self.settled < last:
+            check()
             await self._settled.wait()
 
 

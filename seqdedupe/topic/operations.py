@@ -83,6 +83,9 @@ async def open_sessions(
     await asyncio.gather(*changes)
     if len(changes) < len(begun):
         await topic.all_settled()
+    if epochs is not None:
+        # The log may show messages of another owner, which that owner does not know yet.
+        topic.check_serving()
     answer = OpenAnswer([], [], [])
     for one in begun:
         if answer.epochs:

@@ -9,6 +9,7 @@ message. `Replay` does the reading.
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -46,9 +47,7 @@ that asks for positions after the end again and again cannot fill the log with t
 
 FIRST_REST_SECONDS = 0.25
 LONGEST_REST_SECONDS = 4.0
-
 TRY_AGAIN_SECONDS = 1.0
-_NOTHING = ProducerSessions([], np.zeros(0, np.int64))
 
 CATCH_UP_SECONDS = 300.0
 """The interval at which a sidecar that does not own a log reads the new messages. Messages that this sidecar has not
@@ -161,6 +160,8 @@ class Owned(Protocol):
 
     def check_serving(self) -> None: ...
 
+    def check_knows_its_end(self) -> None: ...
+
     def not_owner(self, what: str) -> SeqdedupeError: ...
 
     def hold(self, why: SeqdedupeError) -> None: ...
@@ -229,7 +230,7 @@ class Owner:
         self._refused_index = 0
         """The end of the topic at the last refusal."""
         self._proving = asyncio.Lock()
-        self._proves_at = topic.now_seconds()
+        self._proves_at = -math.inf
         """The earliest time of the next record that is written as a proof."""
 
     # -- 1. taking over ----------------------------------------------------------------------------------------
@@ -421,8 +422,7 @@ class Owner:
         topic.counters.log_failures += 1
         logger.warning("the log of topic %s failed (%s): %s", topic.name, failure.value, why)
         if self._is_recovering:
-            # Nothing was appended since the takeover began. So this failure gives no information about the appends in
-            # flight: try again.
+            # Nothing was appended since the takeover began: this says nothing about the appends in flight.
             self._failed_meanwhile = True
             return
         if failure is Failure.REFUSED:
@@ -435,12 +435,16 @@ class Owner:
             topic.spawn(self._recover(self._rest_seconds))
             self._rest_seconds = min(max(2 * self._rest_seconds, FIRST_REST_SECONDS), LONGEST_REST_SECONDS)
             return
-        # Another sidecar may have taken over the log, and may have shown later messages. Nobody can have, if only this
-        # process can write it.
+        self._take_over_again(f"what became of the last appends is being found out: {why}")
+
+    def _take_over_again(self, why: str) -> None:
+        topic = self._topic
+        # Another sidecar may own the log and show later messages, unless only this process can write the log.
         topic.knows_its_end = topic.knows_its_end and not topic.log.replays_what_is_certain
+        topic.change_state(State.RECOVERING, why)
         self._is_recovering = True
-        topic.change_state(State.RECOVERING, f"what became of the last appends is being found out: {why}")
         topic.spawn(self._recover())
+        topic.flight.tell()
 
     def out_of_step(self, e: BaseException | None) -> SeqdedupeError:
         """Determine the outcome of appends in flight, because this process and the log may disagree about them.
@@ -458,17 +462,16 @@ class Owner:
         """Begin another term, because this term has no epoch left for new sessions. First determine the outcome of
         appends in flight. Raises RECOVERING."""
         topic = self._topic
-        topic.change_state(State.RECOVERING, f"it was opened as often as it can be in term {topic.term}")
-        topic.spawn(self._recover())
+        self._take_over_again(f"it was opened as often as it can be in term {topic.term}")
         topic.check_serving()
 
     async def prove(self) -> None:
         """Wait until an append that began after this call is stored. This proves that this sidecar owned the log at the
         time of the call: its appends are not stored after another owner's marker.
 
-        If nothing else is appended, this writes a record without content for all callers, at most one in PROVE_SECONDS.
-        A log that only this process can write, or that accepts nothing from anybody, needs no proof. Raises the reason
-        why the topic accepts no messages now: then nothing is proved.
+        If nothing else is appended, this writes a record without content, at most one in PROVE_SECONDS. A log that only
+        this process can write, or that accepts nothing from anybody, needs no proof. Raises the reason why the topic
+        accepts no messages now, as soon as its end is not known.
         """
         topic, flight = self._topic, self._topic.flight
         if topic.terminated is not None or not topic.log.replays_what_is_certain:
@@ -477,13 +480,13 @@ class Owner:
         async with self._proving:
             if flight.ever == begun:
                 await asyncio.sleep(self._proves_at - topic.now_seconds())
-            if flight.ever == begun:
+            if flight.ever == begun and topic.terminated is None:
                 self._proves_at = topic.now_seconds() + PROVE_SECONDS
-                topic.append_change(_NOTHING).add_done_callback(retrieve)
-            if flight.settled <= begun:
-                await flight.all_of_now()
-        # After a failed append, only another takeover makes the topic serve.
-        topic.check_serving()
+                topic.append_change(ProducerSessions([], np.zeros(0, np.int64))).add_done_callback(retrieve)
+            await flight.all_of_now(topic.check_knows_its_end)
+        if topic.terminated is None:
+            # After a failed append, only another takeover makes the topic serve.
+            topic.check_serving()
 
     # -- 3. while another sidecar owns it ----------------------------------------------------------------------
 

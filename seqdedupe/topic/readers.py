@@ -84,9 +84,9 @@ async def settled_end(topic: Topic) -> int:
     topic is closed meanwhile.
     """
     end_index(topic)
-    await topic.flight.all_of_now()
+    await topic.flight.all_of_now(topic.check_knows_its_end)
     if topic.state is State.DRAINING:
-        topic.check_serving()
+        raise error(topic.closed_because, f"topic {topic.name} is closed: {topic.why}")
     return end_index(topic)
 
 

@@ -13,7 +13,7 @@ import pytest
 from broker_sidecar.services import read_service
 from broker_sidecar.services.read_service import ReadService
 from seqdedupe.core.rule import PERSISTED
-from seqdedupe.errors import OutcomeUnknownError, PositionError, SeqdedupeError, UnavailableError
+from seqdedupe.errors import OutcomeUnknownError, PositionError, SeqdedupeError, UnavailableError, error
 from seqdedupe.format.headers import TOKEN_BYTES
 from seqdedupe.message_id import Position
 from seqdedupe.store.db import Store
@@ -262,7 +262,7 @@ async def test_nobody_says_where_a_topic_ends_if_what_was_in_flight_has_no_outco
     else:
         await one.topic.close("")
     found = await asyncio.gather(*asking, return_exceptions=True)
-    reason = {"moves": "NOT_OWNER", "fails": "RECOVERING", "closes": "DRAINING"}[ends]
+    reason = {"moves": "RECOVERING", "fails": "RECOVERING", "closes": "DRAINING"}[ends]
     assert [getattr(e, "reason", e) for e in found] == [reason, reason]
     if ends == "closes":
         publishing.cancel()
@@ -297,10 +297,74 @@ async def test_a_former_owner_does_not_refuse_the_position_of_its_successors_mes
         # It has the topic again before it learns that it had lost it.
         await other.close()
     one.log.report()
+    assert [await refusal(each) for each in asked] == ["RECOVERING", "RECOVERING"]
     if is_standby_again:
-        assert [await refusal(each) for each in asked] == ["NOT_OWNER", "NOT_OWNER"]
+        await one.until(State.STANDBY)
+        assert await index_after(one.topic, position) == position.index + 1
     else:
-        assert await asyncio.gather(*asked) == [position.index + 1, None]
+        await one.until(State.SERVING)
+        assert await index_after(one.topic, position) == position.index + 1
+        await check_index(one.topic, 24)
+
+
+async def test_nobody_waits_for_a_proof_while_the_log_cannot_be_taken_over(standbys: Two) -> None:
+    """The outcome of the proof is unknown for as long as that: who asked hears that the end is not known."""
+    standbys.know_each_other()
+    one = standbys.one
+    await standbys.publisher.publish(20)
+    one.log.automatic = False
+    position = one.topic.last_position
+    beyond = Position(position.incarnation, position.message_id, position.index + 1)
+    asking = [asyncio.ensure_future(index_after(one.topic, beyond)) for _ in range(3)]
+    await until(lambda: one.log.in_flight == 1)
+    one.log.refuse_opens(10**9)
+    one.log.unknown(0)
+    for call in asking:
+        with pytest.raises(UnavailableError, match="RECOVERING"):
+            await call
+    assert len(one.topic.flight) == 1  # what waits for its outcome has not settled
+    one.log.refuse_opens(0)
+
+
+async def test_a_topic_that_turns_out_to_be_terminated_is_read_on(standbys: Two) -> None:
+    """The proof fails, because nobody may write any more; the position is good."""
+    standbys.know_each_other()
+    one = standbys.one
+    await standbys.publisher.publish(20)
+    one.log.automatic = False
+    position = one.topic.last_position
+    beyond = Position(position.incarnation, position.message_id, position.index + 1)
+    call = asyncio.ensure_future(index_after(one.topic, beyond))
+    await until(lambda: one.log.in_flight == 1)
+
+    async def terminated(*_: object) -> int:
+        raise error("TOPIC_TERMINATED", "an operator has done so")
+
+    one.log.open_for_writing = terminated  # type: ignore[method-assign,assignment]
+    one.log.unknown(0)
+    with pytest.raises(SeqdedupeError) as caught:
+        await call
+    assert caught.value.reason in ("RECOVERING", "POSITION_AFTER_END")
+    await one.until(State.TERMINATED)
+    with pytest.raises(SeqdedupeError, match="POSITION_AFTER_END"):
+        await index_after(one.topic, beyond)
+    one.topic.change_state(State.DRAINING, "it ends")
+    with pytest.raises(UnavailableError, match="DRAINING"):
+        await shown_end(one.topic)
+
+
+async def test_another_term_begins_with_one_takeover_and_without_an_end(standbys: Two) -> None:
+    standbys.know_each_other()
+    one = standbys.one
+    await standbys.publisher.publish(20)
+    opened = one.log.opened
+    with pytest.raises(UnavailableError, match="RECOVERING"):
+        one.topic.owner.begin_another_term()
+    with pytest.raises(UnavailableError, match="RECOVERING"):
+        end_index(one.topic)
+    one.log.unknown(0)
+    await one.until(State.SERVING)
+    assert one.log.opened == opened + 1
 
 
 async def test_an_owner_proves_that_it_is_one_with_few_records(standbys: Two, monkeypatch: pytest.MonkeyPatch) -> None:
