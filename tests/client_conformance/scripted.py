@@ -3,10 +3,13 @@
 It judges every frame by the duties in publish.proto: its number, its epochs, its links, the order of its messages.
 """
 
+import os
 import queue
+import socket
 import threading
 import time
 from bisect import bisect_left, insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
@@ -27,9 +30,11 @@ NO_MESSAGE_ID = batch_pb2.MessageId(ledger_id=-1, entry_id=-1, batch_index=-1)
 
 _POLL_SECONDS = 0.02
 _THREADS = 64
-_OPTIONS = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
-_PORTS = {0}
-"""Those that were used: the client of an earlier scenario, which may still run, must not come to a later one."""
+_OPTIONS = [("grpc.so_reuseport", 1), ("grpc.max_receive_message_length", 16 * 1024 * 1024)]
+_MOST_HELD = 64
+_HELD: deque[int] = deque()
+"""Sockets that hold the ports of the last sidecars: the client of an earlier scenario, which may still run, must come
+neither to a later sidecar nor to one of another process."""
 
 
 class Name:
@@ -283,13 +288,16 @@ class Scripted:
         self._streams: list[Stream] = []
         self._numbers: set[int] = set()
         self._wrong: list[str] = []
-        port = 0
-        while port in _PORTS:
-            self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
-            port = self._server.add_insecure_port("127.0.0.1:0")
-        _PORTS.add(port)
+        held = socket.socket()
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{held.getsockname()[1]}"
+        _HELD.append(held.detach())
+        if len(_HELD) > _MOST_HELD:
+            os.close(_HELD.popleft())
+        self._server = grpc.server(ThreadPoolExecutor(_THREADS), options=_OPTIONS)
+        self._server.add_insecure_port(self.address)
         self._server.add_generic_rpc_handlers((self._publish_service(), self._read_service(), self._admin_service()))
-        self.address = f"127.0.0.1:{port}"
         self._server.start()
 
     def shares_with(self, other: "Scripted") -> None:
