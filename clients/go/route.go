@@ -136,23 +136,26 @@ const (
 	// longestRefusal is the time of errors that may last (see mayLast) after which the client asks every other sidecar
 	// once before it waits for the same sidecar again. A recovery usually takes less time.
 	longestRefusal = 10 * time.Second
+	// longestGap is the time without an error after which the next one begins anew: the client was idle.
+	longestGap = 60 * time.Second
 )
 
 // A route is the sidecar to ask now for a topic. The client asks all sidecars once in a round. If a sidecar names the
 // owner, the client asks the owner next. After a round, the client waits. It is not safe for concurrent use.
 type route struct {
-	sidecars  *sidecars
-	order     []string
-	address   string
-	asked     map[string]*Error // the sidecars of this round, and their errors
-	unknownTo map[string]bool   // since the last success
-	newest    string            // the sidecar with the highest term so far
-	older     map[string]bool   // the sidecars with a lower term, since the last answer of newest
-	redirects int
-	returns   int
-	refusedAt time.Time // the first error that may last since the last success
-	waitedAt  string    // the sidecar whose errors lasted, in a round that this began
-	over      bool
+	sidecars    *sidecars
+	order       []string
+	address     string
+	asked       map[string]*Error // the sidecars of this round, and their errors
+	unknownTo   map[string]bool   // since the last success
+	newest      string            // the sidecar with the highest term so far
+	older       map[string]bool   // the sidecars with a lower term, since the last answer of newest
+	redirects   int
+	returns     int
+	refusedAt   time.Time // the first error that may last since the last success, or a gap
+	refusedLast time.Time // the last such error
+	waitedAt    string    // the sidecar whose errors lasted, in a round that this began
+	over        bool
 }
 
 func newRoute(s *sidecars, topic string) *route {
@@ -219,10 +222,12 @@ func (r *route) hasLasted(why *Error) bool {
 	if !mayLast(why) || r.sidecars.isOne() {
 		return false
 	}
-	if r.refusedAt.IsZero() {
-		r.refusedAt = time.Now()
+	now := time.Now()
+	if r.refusedAt.IsZero() || now.Sub(r.refusedLast) > longestGap {
+		r.refusedAt = now
 	}
-	return time.Since(r.refusedAt) >= longestRefusal
+	r.refusedLast = now
+	return now.Sub(r.refusedAt) >= longestRefusal
 }
 
 func (r *route) following(owner string) (address string, over bool) {

@@ -178,6 +178,10 @@ LONGEST_REFUSAL_SECONDS = 10.0
 for the same sidecar again. A recovery usually takes less time. Asking other sidecars during each recovery would move
 topics: a sidecar that is asked for a topic without an owner becomes the owner."""
 
+LONGEST_GAP_SECONDS = 60.0
+"""After this time without such an error, the time begins anew: the client was idle. Attempts follow each other
+sooner."""
+
 _MAY_LAST = {"RECOVERING", "LOG_REFUSED", "LOG_UNREADABLE", "STORE_UNAVAILABLE", "TOO_MANY_STREAMS"}
 """The reasons for which the client waits, although another sidecar may serve the topic. Other reasons for which the
 client waits come from the topic's owner, which is busy, or from the client."""
@@ -216,7 +220,8 @@ class Route:
         self._older: set[SidecarAddress] = set()  # the sidecars with a lower term, since the last answer of `_newest`
         self._redirects = 0
         self._returns = 0  # since the last success
-        self._refused_since: float | None = None  # the first error of _MAY_LAST since the last success
+        self._refused_since: float | None = None  # the first error of _MAY_LAST since the last success, or a gap
+        self._refused_at = 0.0  # the last such error
         self._waited_at: SidecarAddress | None = None  # the sidecar whose errors lasted, in a round that this began
         self._is_over = False  # whether the round is over
         self._ignored = ""
@@ -255,7 +260,9 @@ class Route:
         if why.reason not in _MAY_LAST or self.is_one:
             return False
         now = monotonic()
-        self._refused_since = self._refused_since or now
+        if self._refused_since is None or now - self._refused_at > LONGEST_GAP_SECONDS:
+            self._refused_since = now
+        self._refused_at = now
         return now - self._refused_since >= LONGEST_REFUSAL_SECONDS
 
     def doubted(self, e: SeqdedupeError) -> SeqdedupeError:

@@ -249,3 +249,14 @@ def test_what_is_told_names_all_that_were_asked() -> None:
     route.goes_well()
     route.moves_on(why())
     assert route.told().message == "no"
+
+
+def test_an_idle_client_waits_for_a_short_recovery_as_before(clock: list[float]) -> None:
+    """The error of an hour ago says nothing about the one of now."""
+    route = Route(LISTED)
+    assert not route.has_lasted(why("RECOVERING"))
+    clock[0] += 3600
+    assert not route.has_lasted(why("RECOVERING"))
+    assert steps(route, why("RECOVERING")) == ["a:1*"]
+    clock[0] += LONGEST_REFUSAL_SECONDS
+    assert route.has_lasted(why("RECOVERING"))

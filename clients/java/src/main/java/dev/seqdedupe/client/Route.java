@@ -23,6 +23,9 @@ final class Route {
      */
     private static final long LONGEST_REFUSAL_NS = TimeUnit.SECONDS.toNanos(10);
 
+    /** After this time without an error, the next one begins anew: the client was idle. */
+    private static final long LONGEST_GAP_NS = TimeUnit.SECONDS.toNanos(60);
+
     private final Sidecars sidecars;
     private final List<String> order;
     private final Map<String, SeqdedupeException> asked = new HashMap<>(); // in this round
@@ -32,7 +35,8 @@ final class Route {
     private String newest; // the sidecar with the highest term so far
     private int redirects;
     private int returns;
-    private Long refusedSince; // in ns: the first error that may last since the last success
+    private Long refusedSince; // in ns: the first error that may last since the last success, or a gap
+    private long refusedAt; // in ns: the last such error
     private String waitedAt; // the sidecar whose errors lasted, in a round that this began
     private boolean isOver;
 
@@ -110,7 +114,10 @@ final class Route {
             return false;
         }
         long now = System.nanoTime();
-        refusedSince = refusedSince == null ? now : refusedSince;
+        if (refusedSince == null || now - refusedAt > LONGEST_GAP_NS) {
+            refusedSince = now;
+        }
+        refusedAt = now;
         return now - refusedSince >= LONGEST_REFUSAL_NS;
     }
 
