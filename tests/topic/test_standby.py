@@ -298,25 +298,30 @@ async def test_a_former_owner_does_not_refuse_the_position_of_its_successors_mes
         await other.close()
     one.log.report()
     assert [await refusal(each) for each in asked] == ["RECOVERING", "RECOVERING"]
-    if is_standby_again:
-        await one.until(State.STANDBY)
-        assert await index_after(one.topic, position) == position.index + 1
-    else:
-        await one.until(State.SERVING)
-        assert await index_after(one.topic, position) == position.index + 1
+    await one.until(State.STANDBY if is_standby_again else State.SERVING)
+    assert await index_after(one.topic, position) == position.index + 1
+    if not is_standby_again:
         await check_index(one.topic, 24)
+
+
+async def asked_beyond_the_end(standbys: Two, times: int) -> tuple[Position, list[asyncio.Task[int]]]:
+    """The owner is asked so often for the same position after its end, and its proof is in flight. Returns the position
+    and the calls."""
+    standbys.know_each_other()
+    await standbys.publisher.publish(20)
+    topic, log = standbys.one.topic, standbys.one.log
+    log.automatic = False
+    position = topic.last_position
+    beyond = Position(position.incarnation, position.message_id, position.index + 1)
+    asking = [asyncio.create_task(index_after(topic, beyond)) for _ in range(times)]
+    await until(lambda: log.in_flight == 1)
+    return beyond, asking
 
 
 async def test_nobody_waits_for_a_proof_while_the_log_cannot_be_taken_over(standbys: Two) -> None:
     """The outcome of the proof is unknown for as long as that: who asked hears that the end is not known."""
-    standbys.know_each_other()
     one = standbys.one
-    await standbys.publisher.publish(20)
-    one.log.automatic = False
-    position = one.topic.last_position
-    beyond = Position(position.incarnation, position.message_id, position.index + 1)
-    asking = [asyncio.ensure_future(index_after(one.topic, beyond)) for _ in range(3)]
-    await until(lambda: one.log.in_flight == 1)
+    _, asking = await asked_beyond_the_end(standbys, 3)
     one.log.refuse_opens(10**9)
     one.log.unknown(0)
     for call in asking:
@@ -327,15 +332,9 @@ async def test_nobody_waits_for_a_proof_while_the_log_cannot_be_taken_over(stand
 
 
 async def test_a_topic_that_turns_out_to_be_terminated_is_read_on(standbys: Two) -> None:
-    """The proof fails, because nobody may write any more; the position is good."""
-    standbys.know_each_other()
+    """The proof fails, because nobody may write any more. Then the end is known."""
     one = standbys.one
-    await standbys.publisher.publish(20)
-    one.log.automatic = False
-    position = one.topic.last_position
-    beyond = Position(position.incarnation, position.message_id, position.index + 1)
-    call = asyncio.ensure_future(index_after(one.topic, beyond))
-    await until(lambda: one.log.in_flight == 1)
+    beyond, [call] = await asked_beyond_the_end(standbys, 1)
 
     async def terminated(*_: object) -> int:
         raise error("TOPIC_TERMINATED", "an operator has done so")
