@@ -95,7 +95,7 @@ campaign: $(READY)
 	$(BIN)/python -m pytest --campaign -n auto --dist loadfile --no-loadscope-reorder
 	$(BIN)/python -m tests.kernels tests.property.run --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.property.run --windows --cases $$(($(CASES) / 10)) --seed $(SEED)
-	$(BIN)/python -m tests.kernels tests.property.recorded --cases $(CASES) --seed $(SEED)
+	$(BIN)/python -m tests.kernels tests.property.run --traces --cases $(CASES) --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz batches --cases $(CASES)00 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.format.fuzz records --cases $(CASES)0 --seed $(SEED)
 	$(BIN)/python -m tests.kernels tests.pulsar_wire.fuzz rows --cases $(CASES)0 --seed $(SEED)

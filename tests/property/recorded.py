@@ -1,12 +1,9 @@
 """Cases whose steps are written down as a trace, for the model: see model/trace.py.
 
-`python -m tests.kernels tests.property.recorded --cases 100000 --seed 1` follows many. The model has no policies, no
+`python -m tests.kernels tests.property.run --traces` follows many. The model has no policies, no
 resets, and no resumes of forgotten names, so these cases have none.
 """
 
-import argparse
-import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -45,10 +42,10 @@ from seqdedupe.topic.base import State
 from seqdedupe.topic.frame import FrameReceipt, NumbersCache
 from seqdedupe.topic.topic import Topic
 from tests.log.faulty import OTHER_OWNERS_TOKEN
+from tests.property import cases
 from tests.property.actions import Case
-from tests.property.cases import Step, steps_of
+from tests.property.cases import Step
 from tests.property.disk import CrashableStore, Violation
-from tests.property.run import many_cases
 from tests.property.wires import Answer
 from tests.property.world import NAMES
 
@@ -60,9 +57,9 @@ def _number(name: str | bytes) -> int:
     return NAMES.index(name.decode() if isinstance(name, bytes) else name)
 
 
-def modelled_steps(seed: int) -> list[Step]:
+def steps_of(seed: int) -> list[Step]:
     """The steps of a case, without what the model does not have."""
-    return [step for step in steps_of(seed) if step[0] not in NOT_MODELLED]
+    return [step for step in cases.steps_of(seed) if step[0] not in NOT_MODELLED]
 
 
 class RecordedCase(Case):
@@ -79,7 +76,7 @@ class RecordedCase(Case):
         self._dropped = 0
         storage, judge = self.judge.storage, self.judge
         self._before(storage, "add", lambda *_: self._landed())
-        self._before(storage, "add_marker", lambda term, token: self._marked(term, token))
+        self._before(storage, "add_marker", self._marked)
         self._before(judge, "opened", lambda request, opened, _: self._opened(request, opened))
         self._before(judge, "open_refused", self._open_refused)
 
@@ -88,9 +85,9 @@ class RecordedCase(Case):
         """Call this function before a method, with the method's arguments."""
         original = getattr(owner, method)
 
-        def noted(*args: Any) -> Any:
-            note(*args)
-            return original(*args)
+        def noted(*args: Any, **more: Any) -> Any:
+            note(*args, **more)
+            return original(*args, **more)
 
         setattr(owner, method, noted)
 
@@ -161,11 +158,7 @@ class RecordedCase(Case):
         log = self.log
         open_for_writing, land, trim = log.open_for_writing, log._land, log.trim
         self._before(log, "append", lambda body, rows, *_: self.events.append(_appended(body, rows)))
-        refuse = log.refuse
-
-        def noted_refuse(**more: Any) -> None:
-            self.events.append(Lost())
-            refuse(**more)
+        self._before(log, "refuse", lambda **_: self.events.append(Lost()))
 
         async def noted_open(*args: Any) -> int:
             records = self._records
@@ -191,7 +184,6 @@ class RecordedCase(Case):
         log.open_for_writing = noted_open  # type: ignore[method-assign,assignment]
         log._land = noted_land  # type: ignore[method-assign]
         log.trim = noted_trim  # type: ignore[method-assign]
-        log.refuse = noted_refuse  # type: ignore[method-assign]
 
     def _landed(self) -> None:
         self._records += 1
@@ -240,7 +232,7 @@ def recorded(store: CrashableStore, seed: int) -> list[Event]:
     """Run a case. Return its trace, which ends where the case finds a violation."""
     case = RecordedCase(store, store.next_incarnation(1), seed)
     with suppress(Violation):
-        case.run(modelled_steps(seed))
+        case.run(steps_of(seed))
     return case.events
 
 
@@ -254,25 +246,8 @@ def follow(events: list[Event]) -> None:
             raise NotInTheModel(f"event {number}, {e}") from e
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Follows traces of random cases in the model.")
-    parser.add_argument("--cases", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0, help="of the first case; each next one has the next seed")
-    options = parser.parse_args()
-    start, events = time.monotonic(), 0
-    with many_cases() as store:
-        for seed in range(options.seed, options.seed + options.cases):
-            trace = recorded(store, seed)
-            events += len(trace)
-            try:
-                follow(trace)
-            except NotInTheModel as e:
-                print(f"seed {seed}: {e}")
-                return 1
-    seconds = time.monotonic() - start
-    print(f"{options.cases} traces of {events} events are in the model, {options.cases / seconds:.0f} a second")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def run_and_follow(store: CrashableStore, seed: int, steps: list[Step], trace: list[str] | None = None) -> None:
+    """Run a case, and follow its trace. Raises `Violation`, NotInTheModel."""
+    case = RecordedCase(store, store.next_incarnation(1), seed, trace)
+    case.run(steps)
+    follow(case.events)

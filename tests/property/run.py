@@ -1,5 +1,5 @@
 """Cases by hand: `python -m tests.kernels tests.property.run --cases 100000 --seed 1`; with `--windows` those of
-deduplication IDs. A failure prints its seed and its trace."""
+deduplication IDs, with `--traces` those that are followed in the model. A failure prints its seed and its trace."""
 
 import argparse
 import logging
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from seqdedupe.core import id_slots
 from seqdedupe.store import parts, snapshots, windows
 from seqdedupe.topic import window_runs
-from tests.property import cases
+from tests.property import cases, recorded
 from tests.property.actions import Case
 from tests.property.cases import Step
 from tests.property.disk import CrashableStore
@@ -69,6 +69,7 @@ class Arm(NamedTuple):
 
 SEQUENCE_IDS = Arm(cases.steps_of, run_steps)
 WINDOWS = Arm(of_windows.steps_of, of_windows.run_case, "--windows ")
+TRACES = Arm(recorded.steps_of, recorded.run_and_follow, "--traces ")
 
 
 def failure_of(store: CrashableStore, seed: int, steps: list[Step], arm: Arm = SEQUENCE_IDS) -> BaseException | None:
@@ -122,9 +123,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs random cases and prints the first that fails.")
     parser.add_argument("--cases", type=int, default=5000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case; each next one has the next seed")
-    parser.add_argument("--windows", action="store_true", help="cases of topics of deduplication IDs")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--windows", dest="arm", action="store_const", const=WINDOWS, help="cases of deduplication IDs")
+    kind.add_argument("--traces", dest="arm", action="store_const", const=TRACES, help="cases followed in the model")
+    parser.set_defaults(arm=SEQUENCE_IDS)
     options = parser.parse_args()
-    arm = WINDOWS if options.windows else SEQUENCE_IDS
+    arm: Arm = options.arm
     start = time.monotonic()
     with many_cases() as store:
         found = first_failure(store, options.seed, options.cases, arm)
