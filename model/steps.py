@@ -295,8 +295,8 @@ class Protocol:
         self.answered[name] = max(self.answered[name], epoch)
         return base
 
-    def judge(self, k: int, name: int, epoch: int, sequence_id: int, link: int) -> str:
-        """A message arrives. Return FENCED, PREDECESSOR_MISSING, Dup, Unknown, or admit."""
+    def verdict(self, k: int, name: int, epoch: int, sequence_id: int, link: int) -> str:
+        """Return what becomes of a message: FENCED, PREDECESSOR_MISSING, Dup, Unknown, or admit. Changes nothing."""
         side = self.sides[k]
         if side.mode is not Mode.SERVING:
             raise Impossible("the sidecar does not serve")
@@ -305,13 +305,18 @@ class Protocol:
         if sequence_id > side.pushed[name] and link > side.pushed[name]:
             return "PREDECESSOR_MISSING"
         if sequence_id <= side.persisted[name]:
-            self._tell(name, sequence_id, "Dup: the log does not hold the message")
             return "Dup"
-        if sequence_id <= side.pushed[name]:
-            return "Unknown"
-        side.pushed[name] = sequence_id
-        self._append(k, Kind.MESSAGE, name, sequence_id, epoch)
-        return "admit"
+        return "Unknown" if sequence_id <= side.pushed[name] else "admit"
+
+    def judge(self, k: int, name: int, epoch: int, sequence_id: int, link: int) -> str:
+        """A message arrives. Return its `verdict`."""
+        verdict = self.verdict(k, name, epoch, sequence_id, link)
+        if verdict == "Dup":
+            self._tell(name, sequence_id, "Dup: the log does not hold the message")
+        elif verdict == "admit":
+            self.sides[k].pushed[name] = sequence_id
+            self._append(k, Kind.MESSAGE, name, sequence_id, epoch)
+        return verdict
 
     # -- Owners.
 

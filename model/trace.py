@@ -124,6 +124,8 @@ Event = (
 )
 
 _SIDECAR, _OTHER = 0, 1
+_OF_THE_RULE = {"FENCED", "LINK_REQUIRED", "PREDECESSOR_MISSING"}
+"""The reasons for which the rule refuses a frame."""
 
 
 class Follower:
@@ -211,18 +213,16 @@ class Follower:
     def _frame(self, event: Frame) -> None:
         side = self._side
         if side.mode is not Mode.SERVING:
-            if not event.refused or event.refused in ("FENCED", "LINK_REQUIRED", "PREDECESSOR_MISSING"):
+            if not event.refused or event.refused in _OF_THE_RULE:
                 raise Impossible(f"the topic is {side.mode.name}")
             return
         firsts: dict[int, Row] = {}
         for row in event.rows:
             firsts.setdefault(row.name, row)
-        before = self._model.copy()
-        reasons = {self._why_refused(before, row) for row in firsts.values()} - {""}
+        reasons = {self._verdict(row) for row in firsts.values()} & _OF_THE_RULE
         if event.refused:
             # What the model does not have: the sidecar refuses for other reasons too.
-            is_of_the_rule = event.refused in ("FENCED", "LINK_REQUIRED", "PREDECESSOR_MISSING")
-            if is_of_the_rule and event.refused not in reasons:
+            if event.refused in _OF_THE_RULE - reasons:
                 raise Impossible(f"it is refused for {reasons or 'nothing'}")
             return
         if reasons:
@@ -238,15 +238,13 @@ class Follower:
                 self._admitted.append((row.name, row.id, row.epoch))
         self._verdicts[event.number] = tuple(verdicts)
 
-    @staticmethod
-    def _why_refused(model: Protocol, row: Row) -> str:
-        side, link = model.sides[_SIDECAR], row.link
+    def _verdict(self, row: Row) -> str:
+        side, link = self._side, row.link
         if link == LEFT_OUT:
             if side.epoch[row.name] == row.epoch and side.pushed[row.name] != side.persisted[row.name]:
                 return "LINK_REQUIRED"
             link = side.persisted[row.name]
-        verdict = model.judge(_SIDECAR, row.name, row.epoch, row.id, link)
-        return verdict if verdict in ("FENCED", "PREDECESSOR_MISSING") else ""
+        return self._model.verdict(_SIDECAR, row.name, row.epoch, row.id, link)
 
     def _appended(self, kind: Kind, entries: tuple[tuple[int, int, int], ...]) -> None:
         model, side = self._model, self._side
